@@ -1,0 +1,163 @@
+"""From the arguments of a call to a Binding: shapes must agree by axis name, and what is compiled in is read off."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tilewright.dsl.dtypes import DTYPES, DType
+from tilewright.dsl.errors import ArgumentDTypeError, ArgumentError, ArgumentShapeError, ArgumentTypeError
+from tilewright.dsl.schedule import Binding, LeafBinding
+from tilewright.dsl.spec import Declared, ParamKind, Spec
+
+from .checks import as_tensor, expect_rank, expect_same_device
+
+
+class Leaf(Protocol):
+    """One layer of a paged cache, as strided views."""
+
+    @property
+    def keys(self) -> Tensor: ...
+    @property
+    def values(self) -> Tensor | None: ...
+    @property
+    def lookup_table(self) -> Tensor: ...
+    @property
+    def cache_lengths(self) -> Tensor: ...
+    @property
+    def key_scales(self) -> Tensor | None: ...
+    @property
+    def value_scales(self) -> Tensor | None: ...
+    @property
+    def quantization_granularity(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A call's arguments by the names that kernels use, and what was read off them."""
+
+    binding: Binding
+    tensors: dict[str, Tensor]
+    scalars: dict[str, int | float]
+    leaves: dict[str, Leaf]
+    rows: int
+    batch: int
+    device: torch.device
+
+
+def dtype_of(t: Tensor) -> DType:
+    return DTYPES[str(t.dtype).removeprefix("torch.")]
+
+
+class _Sizes:
+    """Extents by axis name; the first argument that has an axis says how long it is."""
+
+    def __init__(self, op: str) -> None:
+        self._op, self.of = op, dict[str, int]()
+        self._by: dict[str, str] = {}
+
+    def agree(self, argument: str, axes: tuple[str, ...], shape: tuple[int, ...]) -> None:
+        for axis, size in zip(axes, shape, strict=True):
+            if axis == "key":
+                continue
+            if self.of.setdefault(axis, size) != size:
+                shown = ", ".join(f"{a}={self.of[a]}" if a in self.of else a for a in axes)
+                expected = f"[{shown}], as {self._by[axis]} has {axis} {self.of[axis]}"
+                raise ArgumentShapeError(op=self._op, argument=argument, got=list(shape), expected=expected)
+            self._by.setdefault(axis, argument)
+
+
+def bind(
+    op: str,
+    spec: Spec,
+    arguments: Mapping[str, object],
+    offsets: Tensor,
+    outputs: Mapping[str, DType],
+    names: Mapping[str, str],
+) -> Bound:
+    """Check shapes, dtypes and devices against the declaration. `names` are the caller's names of parameters.
+
+    Raises the `Argument*` errors; nothing has been computed by then.
+    """
+    sizes = _Sizes(op)
+    bound = Bound(Binding((), ()), {}, {}, {}, 0, len(offsets) - 1, offsets.device)
+    sizes.agree(names.get("offsets", "offsets"), ("seq",), (bound.batch,))
+    dtypes: dict[str, DType] = {}
+    leaves: dict[str, LeafBinding] = {}
+    for p in sorted(
+        spec.params, key=lambda p: p.kind is ParamKind.PAGED
+    ):  # caches last, so that q names head_dim first
+        shown = names.get(p.name, p.name)
+        value = arguments[p.name]
+        match p.kind:
+            case ParamKind.SCALAR:
+                bound.scalars[p.name] = _number(op, shown, p, value)
+            case ParamKind.TENSOR:
+                t = bound.tensors[p.name] = _tensor(op, shown, p, value, bound)
+                sizes.agree(shown, p.axes, tuple(t.shape))
+                dtypes[p.name] = dtype_of(t)
+            case ParamKind.PAGED:
+                leaves[p.name] = _leaf(op, shown, p, value, bound, sizes)
+    dtypes.update(outputs)
+    heads, kv_heads = sizes.of.get("head", 1), sizes.of.get("kv_head", 1)
+    if leaves and heads % kv_heads:
+        leaf = names.get(next(iter(leaves)), next(iter(leaves)))
+        expected = f"a divisor of the {heads} query heads"
+        raise ArgumentError(op=op, argument=leaf, got=f"has {kv_heads} key-value heads", expected=expected)
+    static = {a: n for a, n in sizes.of.items() if a in spec.tile_axes} | {"head": heads}
+    binding = Binding(
+        tuple(sorted(static.items())), tuple(sorted(dtypes.items(), key=lambda d: d[0])), tuple(leaves.items())
+    )
+    return Bound(
+        binding, bound.tensors, bound.scalars, bound.leaves, sizes.of.get("row", 0), bound.batch, offsets.device
+    )
+
+
+def _number(op: str, shown: str, p: Declared, value: object) -> int | float:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        raise ArgumentTypeError(op=op, argument=shown, got=type(value).__name__, expected="a number")
+    if p.dtype is not None and p.dtype.compute.name == "int32":
+        return int(value)  # type: ignore[call-overload, no-any-return]  # it has __float__
+    return float(value)
+
+
+def _tensor(op: str, shown: str, p: Declared, value: object, bound: Bound) -> Tensor:
+    t = as_tensor(op, shown, value)
+    expect_rank(op, shown, t, *p.axes)
+    if t.device != bound.device:
+        expect_same_device(op, shown, t, "input_row_offsets", torch.empty(0, device=bound.device))
+    name = str(t.dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ArgumentDTypeError(op=op, argument=shown, got=name, expected=f"one of {', '.join(DTYPES)}")
+    declared = p.dtype.compute.kind if p.dtype else DTYPES["float32"].kind
+    if DTYPES[name].kind is not declared:
+        raise ArgumentDTypeError(op=op, argument=shown, got=name, expected=f"{declared.value} elements")
+    return t
+
+
+def _leaf(op: str, shown: str, p: Declared, value: object, bound: Bound, sizes: _Sizes) -> LeafBinding:
+    if not all(hasattr(value, a) for a in ("keys", "values", "lookup_table", "cache_lengths")):
+        raise ArgumentTypeError(op=op, argument=shown, got=type(value).__name__, expected="one layer of a paged cache")
+    leaf: Leaf = value  # type: ignore[assignment]  # structurally, as just seen
+    bound.leaves[p.name] = leaf
+    fields: dict[str, Tensor | None] = {
+        "table": leaf.lookup_table, "lengths": leaf.cache_lengths, "k": leaf.keys, "v": leaf.values,
+        "k_scale": leaf.key_scales, "v_scale": leaf.value_scales,
+    }  # fmt: skip
+    bound.tensors.update({f"{p.name}_{n}": t for n, t in fields.items() if t is not None})
+    if leaf.keys.device != bound.device:
+        expect_same_device(op, shown, leaf.keys, "input_row_offsets", torch.empty(0, device=bound.device))
+    sizes.agree(shown, ("seq",), (leaf.lookup_table.shape[0],))
+    sizes.agree(shown, ("kv_head", *p.axes), tuple(leaf.keys.shape[2:]))
+    if leaf.values is not None:
+        sizes.agree(f"{shown} values", p.value_axes, tuple(leaf.values.shape[3:]))
+    granularity = leaf.quantization_granularity if leaf.key_scales is not None else None
+    return LeafBinding(
+        leaf.keys.shape[1], leaf.keys.shape[2], dtype_of(leaf.keys), leaf.values is not None, granularity
+    )

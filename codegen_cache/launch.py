@@ -1,0 +1,168 @@
+"""Running an operator on tensors: check the call, find its program, run it on its target."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewright.dsl import knobs
+from tilewright.dsl.dtypes import DTYPES, DType
+from tilewright.dsl.errors import ArgumentDeviceError, ArgumentError
+from tilewright.dsl.lang import Operator
+from tilewright.dsl.schedule import Schedule
+from tilewright.dsl.spec import Spec
+from tilewright.dsl.targets import TARGETS, Target, default_schedule, target_named
+
+from .bind import Bound, bind, dtype_of
+from .checks import (
+    INDEX_DTYPES,
+    as_tensor,
+    expect_contiguous_last,
+    expect_distinct_elements,
+    expect_dtype,
+    expect_rank,
+    expect_row_offsets,
+    expect_same_device,
+    expect_shape,
+    is_writable,
+)
+from .programs import program_for
+from .validate import validate
+
+
+def choose_target(op: str, target: str | None, device: torch.device) -> Target:
+    """The target a call runs on: TILEWRIGHT_INTERPRET, else `target`, else TILEWRIGHT_TARGET, else by device."""
+    named = "interpret" if knobs.INTERPRET.get() else target or knobs.TARGET.get()
+    if named is not None:
+        chosen = target_named(named)
+        if chosen.device != device.type:
+            expected = f"{chosen.device}, where target {chosen.name!r} runs"
+            raise ArgumentDeviceError(op=op, argument="the call's tensors", got=device, expected=expected)
+        return chosen
+    for t in TARGETS.values():
+        if t.device == device.type:
+            return t
+    known = ", ".join(sorted({t.device for t in TARGETS.values()}))
+    raise ArgumentDeviceError(
+        op=op, argument="the call's tensors", got=device, expected=f"a device with a target: {known}"
+    )
+
+
+def run(
+    operator: Operator,
+    arguments: Mapping[str, object],
+    input_row_offsets: object,
+    *,
+    constants: Mapping[str, object] | None = None,
+    outputs: Mapping[str, object] | None = None,
+    output_dtypes: Mapping[str, DType] | None = None,
+    schedule: Schedule | None = None,
+    partitions: int = 1,
+    target: str | None = None,
+    op: str | None = None,
+    names: Mapping[str, str] | None = None,
+) -> dict[str, Tensor]:
+    """Run an operator; its named outputs.
+
+    arguments: a value per parameter: tensors or numpy arrays, one layer of a paged cache, numbers; None for an optional
+        operand left out.
+    input_row_offsets: [batch + 1] int32, int64 or uint32, from 0, non-decreasing; rows of sequence b are
+        offsets[b]..offsets[b + 1] - 1.
+    constants: values of the operator's compile-time constants.
+    outputs: buffers to write some or all outputs into; the others are allocated, in `output_dtypes` (default: float32).
+    schedule: tile sizes; default by the batch. partitions: parts the keys are cut into, without a schedule.
+    names, op: what error messages call parameters and the call.
+
+    Raises the `Argument*` errors, IllegalSchedule, UnknownTarget; outputs are untouched by then.
+    """
+    op, names = op or operator.name, {"offsets": "input_row_offsets", **(names or {})}
+    offsets = as_tensor(op, names["offsets"], input_row_offsets)
+    expect_rank(op, names["offsets"], offsets, "batch + 1")
+    expect_dtype(op, names["offsets"], offsets, INDEX_DTYPES)
+    if len(offsets) == 0:
+        raise ArgumentError(
+            op=op, argument=names["offsets"], got="is empty", expected="[batch + 1] offsets, the first 0"
+        )
+    spec = _trace(op, operator, arguments, constants or {})
+    given = {n: as_tensor(op, names.get(n, n), t) for n, t in (outputs or {}).items() if t is not None}
+    dtypes = {n: _output_dtype(n, given, output_dtypes or {}) for n, _ in spec.outputs}
+    bound = bind(op, spec, arguments, offsets, dtypes, names)
+    chosen = choose_target(op, target, bound.device)
+    results = _results(op, spec, bound, given, outputs or {}, dtypes, names)
+    checked = knobs.VALIDATE.get()
+    if checked is not False:
+        expect_row_offsets(op, names["offsets"], offsets, batch=bound.batch, rows=bound.rows)
+    chosen_schedule = schedule or _with_partitions(
+        default_schedule(chosen, bound.binding, bound.rows, bound.batch), partitions
+    )
+    ready = program_for(spec, operator.loc, bound.binding, chosen_schedule, chosen, check_finite=checked is True)
+    if checked is not False:
+        host = offsets.to(torch.int64).numpy()
+        validate(op, spec, ready.program, bound, np.asarray(host, np.int64), names)
+    if bound.rows:
+        start = time.perf_counter()
+        ready.interpreter.run(
+            {**bound.tensors, "offsets": offsets, **results}, bound.scalars, threads=knobs.THREADS.get()
+        )
+        if knobs.DEBUG.get() >= 2:
+            print(f"-- {op} ran in {(time.perf_counter() - start) * 1e3:.2f} ms", file=sys.stderr)
+    return results
+
+
+def _trace(op: str, operator: Operator, arguments: Mapping[str, object], constants: Mapping[str, object]) -> Spec:
+    runtime = [n for n, (a, _) in operator.parameters.items() if a.kind is not None]
+    optional = {n for n, (a, _) in operator.parameters.items() if a.optional}
+    for n in runtime:
+        if n not in optional and arguments.get(n) is None:
+            raise ArgumentError(op=op, argument=n, got="is missing", expected="a value")
+    for n in arguments:
+        if n not in runtime:
+            raise ArgumentError(op=op, argument=n, got="is not a parameter", expected=f"one of {', '.join(runtime)}")
+    absent = {n: None for n in optional if arguments.get(n) is None}
+    return operator.trace(**constants, **absent)
+
+
+def _output_dtype(name: str, given: Mapping[str, Tensor], wanted: Mapping[str, DType]) -> DType:
+    if name in wanted:
+        return wanted[name]
+    return dtype_of(given[name]) if name in given else DTYPES["float32"]
+
+
+def _with_partitions(schedule: Schedule, partitions: int) -> Schedule:
+    from dataclasses import replace
+
+    return replace(schedule, partitions=partitions)
+
+
+def _results(
+    op: str,
+    spec: Spec,
+    bound: Bound,
+    given: Mapping[str, Tensor],
+    as_given: Mapping[str, object],
+    dtypes: Mapping[str, DType],
+    names: Mapping[str, str],
+) -> dict[str, Tensor]:
+    """The tensors that outputs are written to: the caller's, checked, or new ones."""
+    out: dict[str, Tensor] = {}
+    for name, e in spec.outputs:
+        shape = {a: bound.rows if a == "row" else bound.binding.size(a) for a in e.axes}
+        dtype = getattr(torch, dtypes[name].name)
+        if name not in given:
+            out[name] = torch.empty(tuple(shape.values()), dtype=dtype, device=bound.device)
+            continue
+        t, shown = given[name], names.get(name, name)
+        expect_shape(op, shown, t, **{("rows" if a == "row" else a): n for a, n in shape.items()})
+        expect_dtype(op, shown, t, (dtype,))
+        expect_same_device(op, shown, t, names["offsets"], torch.empty(0, device=bound.device))
+        expect_contiguous_last(op, shown, t)
+        expect_distinct_elements(op, shown, t)
+        if not is_writable(as_given[name]):
+            raise ArgumentError(op=op, argument=shown, got="is read-only", expected="a buffer that can be written")
+        out[name] = t
+    return out

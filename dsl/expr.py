@@ -1,0 +1,378 @@
+"""Expressions over named axes: the one value type of the declaration, the tile program and the loop nest.
+
+All nodes are frozen and compare by structure. An expression has `axes` (which it varies over) and a `dtype`; the author's
+operators live in `lang.Value`, so `==` here means "the same expression".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, assert_never
+
+from .dtypes import DType, boolean, f32, i32
+from .scalars import OPS, Number
+from .source import Loc
+
+if TYPE_CHECKING:
+    from .spec import Fold
+
+Axes = tuple[str, ...]
+_RANK = {"row": 0, "head": 1, "key": 2}
+
+
+def ordered(axes: Iterable[str]) -> Axes:
+    """Axes in the one order that tiles use: row, head, key, then feature axes by name."""
+    return tuple(sorted(set(axes), key=lambda a: (_RANK.get(a, 3), a)))
+
+
+@dataclass(frozen=True)
+class Const:
+    value: Number
+
+    @property
+    def axes(self) -> Axes:
+        return ()
+
+    @property
+    def dtype(self) -> DType:
+        match self.value:
+            case bool():
+                return boolean
+            case int():
+                return i32
+            case float():
+                return f32
+
+
+@dataclass(frozen=True)
+class Coord:
+    """An exact position or id: pos, key, head, kv_head, seq, num_keys. Gone once the loop nest knows its tiles."""
+
+    name: str
+    axes: Axes = ()
+
+    @property
+    def dtype(self) -> DType:
+        return i32
+
+
+@dataclass(frozen=True)
+class Var:
+    """A scalar of the loop nest: a grid index, a loop variable, a `Let`, or a scalar argument."""
+
+    name: str
+    dtype: DType = i32
+
+    @property
+    def axes(self) -> Axes:
+        return ()
+
+
+@dataclass(frozen=True)
+class Iota:
+    """The index of a point inside its tile, along one axis."""
+
+    axis: str
+
+    @property
+    def axes(self) -> Axes:
+        return (self.axis,)
+
+    @property
+    def dtype(self) -> DType:
+        return i32
+
+
+@dataclass(frozen=True)
+class Param:
+    """A captured tensor read at its own named axes, some replaced by `index` expressions; or a scalar argument.
+
+    `index` pairs an axis of the tensor with the expression that addresses it: `bias[pos - key]`.
+    """
+
+    name: str
+    own: Axes
+    dtype: DType
+    index: tuple[tuple[str, Expr], ...] = ()
+    loc: Loc | None = field(default=None, compare=False)
+
+    @cached_property
+    def axes(self) -> Axes:
+        replaced = dict(self.index)
+        return ordered(a for x in self.own for a in (replaced[x].axes if x in replaced else _visible(x)))
+
+
+def _visible(axis: str) -> Axes:
+    """A tile has one sequence and one key-value head, so those axes of a tensor add nothing to its tiles."""
+    return () if axis in ("seq", "kv_head") else (axis,)
+
+
+@dataclass(frozen=True)
+class KeyField:
+    """A field of the key rows of source number `source`: "k" or "v"."""
+
+    source: int
+    name: str
+    axes: Axes
+
+    @property
+    def dtype(self) -> DType:
+        return f32
+
+
+@dataclass(frozen=True)
+class Op:
+    name: str
+    args: tuple[Expr, ...]
+    loc: Loc | None = field(default=None, compare=False)
+
+    @cached_property
+    def axes(self) -> Axes:
+        return ordered(a for x in self.args for a in x.axes)
+
+    @cached_property
+    def dtype(self) -> DType:
+        found = OPS[self.name].rule(tuple(a.dtype for a in self.args))
+        assert found is not None, f"{self.name} of {[a.dtype.name for a in self.args]}"
+        return found
+
+
+@dataclass(frozen=True)
+class Dot:
+    """Sum over one axis of a product, accumulated in float32."""
+
+    a: Expr
+    b: Expr
+    over: str
+    loc: Loc | None = field(default=None, compare=False)
+
+    @cached_property
+    def axes(self) -> Axes:
+        return ordered({*self.a.axes, *self.b.axes} - {self.over})
+
+    @property
+    def dtype(self) -> DType:
+        return f32
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """ "sum" or "max" over one axis."""
+
+    kind: str
+    a: Expr
+    over: str
+    loc: Loc | None = field(default=None, compare=False)
+
+    @cached_property
+    def axes(self) -> Axes:
+        return ordered(x for x in self.a.axes if x != self.over)
+
+    @property
+    def dtype(self) -> DType:
+        return self.a.dtype
+
+
+@dataclass(frozen=True)
+class FoldResult:
+    """A named result of folding a reducer over keys."""
+
+    fold: Fold
+    name: str
+    loc: Loc | None = field(default=None, compare=False)
+
+    @property
+    def axes(self) -> Axes:
+        return dict(self.fold.finish)[self.name].axes
+
+    @property
+    def dtype(self) -> DType:
+        return f32
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile, read at its axes: in a Spec a reducer's state or input, from the tile program on a buffer."""
+
+    name: str
+    axes: Axes
+    dtype: DType = f32
+
+
+@dataclass(frozen=True)
+class Elem:
+    """One element of a tensor argument. Where `ok` is false it reads as zero and touches no memory."""
+
+    tensor: str
+    index: tuple[Expr, ...]
+    dtype: DType
+    ok: Expr = Const(True)
+    loc: Loc | None = field(default=None, compare=False)
+
+    @cached_property
+    def axes(self) -> Axes:
+        return ordered(a for x in (*self.index, self.ok) for a in x.axes)
+
+
+Expr = Const | Coord | Var | Iota | Param | KeyField | Op | Dot | Reduction | FoldResult | Tile | Elem
+
+
+def children(e: Expr) -> tuple[Expr, ...]:
+    match e:
+        case Const() | Coord() | Var() | Iota() | KeyField() | Tile():
+            return ()
+        case Param():
+            return tuple(x for _, x in e.index)
+        case Op():
+            return e.args
+        case Dot():
+            return (e.a, e.b)
+        case Reduction():
+            return (e.a,)
+        case FoldResult():
+            return e.fold.inputs
+        case Elem():
+            return (*e.index, e.ok)
+        case _:
+            assert_never(e)
+
+
+def rebuild(e: Expr, f: Callable[[Expr], Expr]) -> Expr:
+    """`e` with `f` applied to its children; operations are folded again."""
+    match e:
+        case Const() | Coord() | Var() | Iota() | KeyField() | Tile() | FoldResult():
+            return e
+        case Param():
+            return replace(e, index=tuple((a, f(x)) for a, x in e.index)) if e.index else e
+        case Op():
+            return op(e.name, *(f(a) for a in e.args), loc=e.loc)
+        case Dot():
+            return Dot(f(e.a), f(e.b), e.over, e.loc)
+        case Reduction():
+            return Reduction(e.kind, f(e.a), e.over, e.loc)
+        case Elem():
+            return Elem(e.tensor, tuple(f(i) for i in e.index), e.dtype, f(e.ok), e.loc)
+        case _:
+            assert_never(e)
+
+
+def substitute(e: Expr, table: dict[Expr, Expr]) -> Expr:
+    """`e` with every occurrence of a key of `table` replaced, outermost first."""
+    return table[e] if e in table else rebuild(e, lambda c: substitute(c, table))
+
+
+def walk(e: Expr) -> Iterator[Expr]:
+    """`e` and everything below it, users before what they use."""
+    yield e
+    for c in children(e):
+        yield from walk(c)
+
+
+def loc_of(e: Expr) -> Loc | None:
+    match e:
+        case Op() | Dot() | Reduction() | FoldResult() | Param() | Elem():
+            return e.loc
+        case _:
+            return None
+
+
+# ---- building, with the few identities that keep index arithmetic readable ------------------------------------------
+
+_FOLDED = {"add", "sub", "mul", "floordiv", "mod", "max", "min", "le", "lt", "eq", "ne", "and", "or", "not"}
+
+
+def op(name: str, *args: Expr, loc: Loc | None = None) -> Expr:
+    """An operation, folded where the answer does not depend on rounding."""
+    if name in _FOLDED and all(isinstance(a, Const) and a.dtype is not f32 for a in args):
+        divides_by_zero = name in ("floordiv", "mod") and args[1] == Const(0)
+        if not divides_by_zero:
+            return Const(OPS[name].number(*(a.value for a in args if isinstance(a, Const))))
+    match name, args:
+        case ("add" | "sub", (a, Const(0))) if a.dtype is not f32:
+            return a
+        case ("add", (Const(0), a)) if a.dtype is not f32:
+            return a
+        case ("mul" | "floordiv", (a, Const(1))) if a.dtype is not f32:
+            return a
+        case ("mul", (Const(1), a)) if a.dtype is not f32:
+            return a
+        case ("add", (Op("add", (a, Const(x))), Const(y))) | ("add", (Op("add", (Const(x), a)), Const(y))) if (
+            a.dtype is i32
+        ):
+            return op("add", a, Const(x + y))
+        case (
+            ("and", (Const(True), a))
+            | ("and", (a, Const(True)))
+            | ("or", (Const(False), a))
+            | ("or", (a, Const(False)))
+        ):
+            return a
+        case ("and", (Const(False), _)) | ("and", (_, Const(False))):
+            return Const(False)
+        case ("or", (Const(True), _)) | ("or", (_, Const(True))):
+            return Const(True)
+        case ("and" | "or" | "max" | "min", (a, b)) if a == b:
+            return a
+        case ("where", (Const(True), a, _)) | ("where", (Const(False), _, a)):
+            return a
+    return Op(name, args, loc)
+
+
+def add(a: Expr, b: Expr | int) -> Expr:
+    return op("add", a, lift(b))
+
+
+def sub(a: Expr, b: Expr | int) -> Expr:
+    return op("sub", a, lift(b))
+
+
+def mul(a: Expr, b: Expr | int) -> Expr:
+    return op("mul", a, lift(b))
+
+
+def floordiv(a: Expr, b: Expr | int) -> Expr:
+    return op("floordiv", a, lift(b))
+
+
+def ceildiv(a: Expr, b: int) -> Expr:
+    return floordiv(add(a, b - 1), b)
+
+
+def minimum(a: Expr, b: Expr | int) -> Expr:
+    return op("min", a, lift(b))
+
+
+def maximum(a: Expr, b: Expr | int) -> Expr:
+    return op("max", a, lift(b))
+
+
+def less(a: Expr, b: Expr | int) -> Expr:
+    return op("lt", a, lift(b))
+
+
+def at_least(a: Expr, b: Expr | int) -> Expr:
+    return op("le", lift(b), a)
+
+
+def both(*conditions: Expr) -> Expr:
+    out: Expr = Const(True)
+    for c in conditions:
+        out = op("and", out, c)
+    return out
+
+
+def either(*conditions: Expr) -> Expr:
+    out: Expr = Const(False)
+    for c in conditions:
+        out = op("or", out, c)
+    return out
+
+
+def where(cond: Expr, a: Expr, b: Expr | Number) -> Expr:
+    return op("where", cond, a, lift(b))
+
+
+def lift(x: Expr | Number) -> Expr:
+    return Const(x) if isinstance(x, bool | int | float) else x

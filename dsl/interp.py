@@ -1,0 +1,152 @@
+"""The interpreter: runs any finished loop nest on CPU tensors, and is the definition of what a nest means.
+
+Tiles start as NaN, reads and writes are bounds-checked, arithmetic is float32, independent grid points run on threads.
+`print` and `breakpoint()` of the author's source happen when their place in the nest is reached.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from .dtypes import Kind
+from .expr import Expr
+from .interp_kernel import CompiledKernel, Hooks, OnStatement, compile_kernel
+from .interp_show import show_values
+from .interp_values import Frame, Ints, Scalar, compile_value, torch_dtype
+from .loops import Arg, Program
+from .scalars import Number
+
+_SMALL = 1 << 16  # integer tensors up to this many elements are also kept as lists
+
+
+class Interpreter:
+    """A program ready to run. Compiling its closures takes about a millisecond; running allocates tiles and workspaces only."""
+
+    def __init__(
+        self, program: Program, *, check_finite: bool = False, on_statement: OnStatement | None = None
+    ) -> None:
+        self.program = program
+        hooks = Hooks(show_values, on_statement)
+        args = {a.name: a for a in (*program.args, *program.workspaces)}
+        self._kernels = [compile_kernel(k, args, hooks, check_finite) for k in program.kernels]
+        self._serial = on_statement is not None or any(_shows(k) for k in self._kernels)
+
+    def run(
+        self, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Number], *, threads: int | None = None
+    ) -> None:
+        """Run every kernel on these arguments; outputs are written in place.
+
+        tensors: one per tensor argument of the program, shapes as the program lists them. scalars: one per scalar argument.
+        threads: workers over grid points; None: as many as torch uses.
+        """
+        sizes: dict[str, Scalar] = dict(scalars)
+        bound = {a.name: tensors[a.name] for a in self.program.args if a.shape or a.name in tensors}
+        for a in self.program.args:
+            sizes.update(_sizes(a, tensors))
+        for w in self.program.workspaces:
+            shape = [int(sizes[n]) if isinstance(n, str) else n for n in w.shape]
+            bound[w.name] = torch.full(shape, torch.nan, dtype=torch_dtype(w.dtype))
+        indices, lists = _indices(bound, {a.name: a for a in (*self.program.args, *self.program.workspaces)})
+        count = 1 if self._serial else threads or torch.get_num_threads()
+        for k in self._kernels:
+            self._run_kernel(k, lambda: Frame(bound, indices, lists, dict(sizes)), count)
+
+    def _run_kernel(self, k: CompiledKernel, frame: Callable[[], Frame], threads: int) -> None:
+        outside = frame()
+        extents = [_count(e, k, outside) for _, e in k.grid]
+        points, total = itertools.product(*(range(n) for n in extents)), math.prod(extents)
+        names = [name for name, _ in k.grid]
+        if threads == 1 or total < 2:
+            _work(k, outside, names, points)
+            return
+        shared, pool = _Shared(points), _pool(threads)
+        futures = [pool.submit(_work, k, frame(), names, shared) for _ in range(min(threads, total))]
+        for done in futures:
+            done.result()
+
+
+def _shows(k: CompiledKernel) -> bool:
+    from .rewrite import statements
+    from .tile import Show
+
+    return any(isinstance(s, Show) for s in statements(k.kernel.body))
+
+
+def _work(k: CompiledKernel, f: Frame, names: list[str], points: Iterator[tuple[int, ...]]) -> None:
+    for point in points:
+        f.scalars.update(zip(names, point, strict=True))
+        k.run(f)
+
+
+def _count(e: Expr, k: CompiledKernel, f: Frame) -> int:
+    n = compile_value(e, (), k.scope).run(f)
+    assert isinstance(n, int)
+    return n
+
+
+def _sizes(a: Arg, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Run-time sizes that an argument's shape names: "n", or "n + 1" for a tensor with one entry more."""
+    out: dict[str, int] = {}
+    for n, extent in zip(tensors[a.name].shape, a.shape, strict=True) if a.shape else ():
+        if isinstance(extent, str):
+            name, _, more = extent.partition(" + ")
+            out[name] = n - int(more or 0)
+    return out
+
+
+def _indices(
+    bound: Mapping[str, torch.Tensor], args: Mapping[str, Arg]
+) -> tuple[dict[str, Ints], dict[str, list[int]]]:
+    """Integer arguments as int64 (tables and offsets are small; caches are never copied), and as lists where one-dimensional."""
+    out: dict[str, Ints] = {}
+    lists: dict[str, list[int]] = {}
+    for name, t in bound.items():
+        if args[name].dtype.kind is Kind.INT:
+            out[name] = t.to(torch.int64).numpy()
+            if t.ndim == 1 and t.numel() <= _SMALL:
+                lists[name] = out[name].tolist()
+    return out, lists
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+
+
+class _Shared(Iterator[tuple[int, ...]]):
+    """Grid points handed out to workers one at a time, so that a long sequence leaves no worker idle."""
+
+    def __init__(self, points: Iterator[tuple[int, ...]]) -> None:
+        self._points, self._lock = points, threading.Lock()
+
+    def __next__(self) -> tuple[int, ...]:
+        with self._lock:
+            return next(self._points)
+
+
+_POOLS: dict[int, ThreadPoolExecutor] = {}
+_POOLS_LOCK = threading.Lock()
+
+
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Workers whose own torch calls are single-threaded, kept for the life of the process."""
+    with _POOLS_LOCK:
+        if threads not in _POOLS:
+            before = torch.get_num_threads()
+            ready = threading.Barrier(threads + 1)
+
+            def start() -> None:
+                torch.set_num_threads(1)
+                ready.wait()
+
+            pool = ThreadPoolExecutor(threads, thread_name_prefix="tilewright", initializer=start)
+            for _ in range(threads):
+                pool.submit(lambda: None)
+            ready.wait()
+            torch.set_num_threads(before)
+            _POOLS[threads] = pool
+        return _POOLS[threads]

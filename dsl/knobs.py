@@ -1,0 +1,66 @@
+"""Every environment variable, typed, in one place. `docs/environment.md` holds the same table; a test compares them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from .errors import BadEnvironment
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Knob(Generic[T]):
+    """One variable: read from the environment at each use, so that tests and hosts can change it."""
+
+    name: str
+    default: T
+    parse: Callable[[str], T]
+    expected: str
+    purpose: str
+
+    def get(self) -> T:
+        """The value now. Raises BadEnvironment for a value that is not one of `expected`."""
+        text = os.environ.get(self.name, "")
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except (ValueError, KeyError):
+            raise BadEnvironment(name=self.name, value=text, expected=self.expected) from None
+
+
+def _flag(text: str) -> bool:
+    return {"0": False, "1": True}[text]
+
+
+def _between(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = int(text)
+        if not low <= value <= high:
+            raise ValueError(text)
+        return value
+
+    return parse
+
+
+TARGET: Knob[str | None] = Knob("TILEWRIGHT_TARGET", None, str, "a target's name", "target of calls that name none")
+INTERPRET = Knob("TILEWRIGHT_INTERPRET", False, _flag, "0 or 1", "1: every call on CPU tensors runs in the interpreter")
+VALIDATE: Knob[bool | None] = Knob(
+    "TILEWRIGHT_VALIDATE", None, _flag, "0 or 1", "0: values are not checked; 1: visible cache contents are checked too"
+)
+DEBUG = Knob(
+    "TILEWRIGHT_DEBUG",
+    0,
+    _between(0, 5),
+    "0 to 5",
+    "1: schedules; 2: and times; 4: and loop nests; 5: and after every pass",
+)
+THREADS: Knob[int | None] = Knob(
+    "TILEWRIGHT_THREADS", None, _between(1, 4096), "1 to 4096", "worker threads; default: torch's"
+)
+
+KNOBS = (TARGET, INTERPRET, VALIDATE, DEBUG, THREADS)

@@ -1,0 +1,209 @@
+"""Declaring operators: paged caches and their keys, `@op`, and tracing.
+
+`op.trace(**constants)` runs the author's function once and gives a `Spec`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NoReturn, TypeAlias, overload
+
+from . import errors
+from .annotations import Annotation
+from .dtypes import Kind, f32
+from .expr import Axes, Expr, KeyField, Param, loc_of, ordered, walk
+from .probes import traced_builtins
+from .source import Loc, here
+from .spec import Declared, ParamKind, Probe, Range, Source, Spec, is_reserved
+from .value import HasValue, Value, as_expr, describe, pos
+from .value import key as key_position
+
+Predicate: TypeAlias = Callable[[Value, Value], Value | bool]
+
+
+@dataclass
+class Trace:
+    """What one run of an author's function has gathered."""
+
+    sources: list[Source] = field(default_factory=list)
+    probes: list[Probe] = field(default_factory=list)
+
+
+# ---- key sources -----------------------------------------------------------------------------------------------------
+
+
+class Keys(HasValue):
+    """Key rows of one source. `.k` and `.v` are their values: what is stored, times its scale where the cache has scales."""
+
+    def __init__(self, trace: Trace, parts: tuple[Range, ...], k_axes: Axes, v_axes: Axes) -> None:
+        self._trace, self._parts, self._axes = trace, parts, {"k": k_axes, "v": v_axes}
+        self._number: int | None = None
+
+    def _field(self, name: str) -> Value:
+        if self._number is None:  # numbered by first use, so an unused source leaves no trace
+            self._number = len(self._trace.sources)
+            self._trace.sources.append(Source(self._parts))
+        return Value(KeyField(self._number, name, ordered(("key", *self._axes[name]))))
+
+    @property
+    def k(self) -> Value:
+        return self._field("k")
+
+    @property
+    def v(self) -> Value:
+        return self._field("v")
+
+    def value(self) -> Value:
+        return self.k
+
+
+class Leaf:
+    """A paged cache inside an operator."""
+
+    def __init__(self, trace: Trace, declared: Declared) -> None:
+        self._trace, self._declared = trace, declared
+
+    def keys(self, where: Predicate | None = None) -> Keys:
+        """Contiguous positions of the sequence, seen where `where(query, key)` holds; without one, all of them."""
+        what = f"{self._declared.name}.keys(where=...)"
+        seen = as_expr(True if where is None else where(pos, key_position), what)
+        if seen.dtype.kind is not Kind.BOOL:
+            raise errors.DTypeMismatch(
+                loc=here(), what=what, got=seen.dtype.name, expected="a predicate gives a condition"
+            )
+        if any(isinstance(x, KeyField) for x in walk(seen)):
+            raise errors.AxisMismatch(loc=here(), what=what, problem="a predicate cannot read the key rows it selects")
+        part = Range(self._declared.name, seen, here())
+        return Keys(self._trace, (part,), self._declared.axes, self._declared.value_axes)
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
+
+
+class Operator:
+    """A declared operator: an immutable value that can be traced, printed, lowered and run."""
+
+    def __init__(self, fn: Callable[..., object], positions: str | None = None) -> None:
+        self.fn, self.name, self.__doc__ = fn, fn.__name__, fn.__doc__
+        self.loc = Loc(fn.__code__.co_filename, fn.__code__.co_firstlineno, 0, 1)
+        self.parameters = self._read_signature()
+        self.positions = self._leaf_of_positions(positions)
+        self._specs: dict[object, Spec] = {}
+
+    def __repr__(self) -> str:
+        return f"<operator {self.name}>"
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        raise TypeError(f"operator {self.name!r} is a declaration; run it with tilewright.run({self.name}, ...)")
+
+    def trace(self, **constants: object) -> Spec:
+        """The Spec for these compile-time constants, with None for each optional operand that is left out.
+
+        Raises an `AuthorError` at the author's file, line and column where the declaration makes no sense.
+        """
+        try:
+            memo = frozenset((name, type(value), value) for name, value in constants.items())
+        except TypeError:  # an unhashable constant: traced again each time
+            return self._trace(constants)
+        if memo not in self._specs:
+            self._specs[memo] = self._trace(constants)
+        return self._specs[memo]
+
+    def _trace(self, constants: Mapping[str, object]) -> Spec:
+        trace = Trace()
+        args, params = self._bind(trace, dict(constants))
+        result = traced_builtins(self.fn, trace.probes)(**args)
+        outputs = self._read_outputs(result)
+        return Spec(self.name, params, tuple(trace.sources), outputs, self.positions, tuple(trace.probes))
+
+    def _bind(self, trace: Trace, constants: dict[str, object]) -> tuple[dict[str, object], tuple[Declared, ...]]:
+        args: dict[str, object] = {}
+        params: list[Declared] = []
+        for name, (a, default) in self.parameters.items():
+            if a.kind is None:
+                if name not in constants and default is inspect.Parameter.empty:
+                    raise errors.UnknownConstant(loc=self.loc, op=self.name, problem=f"constant {name!r} was not given")
+                args[name] = constants.pop(name, default)
+            elif a.optional and name in constants and constants[name] is None:
+                args[name] = constants.pop(name)
+            else:
+                declared = Declared(name, a.kind, a.axes, a.dtype, a.value_axes)
+                params.append(declared)
+                args[name] = _stand_in(trace, declared)
+        if constants:
+            known = [n for n, (a, _) in self.parameters.items() if a.kind is None or a.optional]
+            problem = f"unknown constants {', '.join(sorted(constants))}; known: {', '.join(known) or 'none'}"
+            raise errors.UnknownConstant(loc=self.loc, op=self.name, problem=problem)
+        return args, tuple(params)
+
+    def _read_outputs(self, result: object) -> tuple[tuple[str, Expr], ...]:
+        named = result if isinstance(result, Mapping) else {"out": result}
+        if result is None or not named:
+            raise errors.NothingReturned(
+                loc=self.loc, op=self.name, got="nothing" if result is None else "an empty dict"
+            )
+        out: list[tuple[str, Expr]] = []
+        for name, value in named.items():
+            if not isinstance(value, Value):
+                raise errors.NothingReturned(loc=self.loc, op=self.name, got=f"{describe(value)} as {name!r}")
+            if "key" in value.axes or "row" not in value.axes:
+                problem = (
+                    f"output {name!r} has axes [{', '.join(value.axes)}]; an output has one entry per row, none per key"
+                )
+                raise errors.AxisMismatch(loc=loc_of(value.expr) or self.loc, what=self.name, problem=problem)
+            out.append((str(name), value.expr))
+        return tuple(out)
+
+    def _bad(self, problem: str) -> errors.BadDeclaration:
+        return errors.BadDeclaration(loc=self.loc, op=self.name, problem=problem)
+
+    def _read_signature(self) -> dict[str, tuple[Annotation, object]]:
+        try:
+            signature = inspect.signature(self.fn, eval_str=True)
+        except NameError as e:
+            raise self._bad(f"an annotation cannot be read: {e}") from e
+        out: dict[str, tuple[Annotation, object]] = {}
+        for name, p in signature.parameters.items():
+            a = p.annotation
+            if not isinstance(a, Annotation):
+                raise self._bad(
+                    f"parameter {name!r} needs an annotation such as Rows, PerHead, Tensor, Paged, Scalar or Const"
+                )
+            if a.kind is not None and is_reserved(name):
+                raise self._bad(f"parameter {name!r} takes a name that loop nests use; choose another")
+            if a.kind in (ParamKind.PAGED, ParamKind.TENSOR) and not a.axes:
+                raise self._bad(f"parameter {name!r} needs named axes")
+            if len(set(a.axes)) != len(a.axes):
+                raise self._bad(f"parameter {name!r} repeats an axis: [{', '.join(a.axes)}]")
+            out[name] = (a, p.default)
+        return out
+
+    def _leaf_of_positions(self, positions: str | None) -> str | None:
+        paged = [n for n, (a, _) in self.parameters.items() if a.kind is ParamKind.PAGED]
+        if positions is not None and positions not in paged:
+            raise self._bad(f"positions={positions!r} is not one of its paged caches ({', '.join(paged) or 'none'})")
+        if positions is None and len(paged) > 1:
+            raise self._bad(
+                f"several paged caches ({', '.join(paged)}): say whose lengths define pos, @op(positions=...)"
+            )
+        return positions or next(iter(paged), None)
+
+
+def _stand_in(trace: Trace, d: Declared) -> Value | Leaf:
+    """What the author's function is given for a run-time parameter. A dtype left open is a float."""
+    if d.kind is ParamKind.PAGED:
+        return Leaf(trace, d)
+    return Value(Param(d.name, d.axes, d.dtype.compute if d.dtype else f32))
+
+
+@overload
+def op(fn: Callable[..., object], /) -> Operator: ...
+@overload
+def op(*, positions: str | None = None) -> Callable[[Callable[..., object]], Operator]: ...
+def op(
+    fn: Callable[..., object] | None = None, /, *, positions: str | None = None
+) -> Operator | Callable[[Callable[..., object]], Operator]:
+    """Declare an operator. `positions` names the paged cache whose lengths define `pos`, where there are several."""
+    return Operator(fn) if fn is not None else lambda f: Operator(f, positions)

@@ -1,0 +1,134 @@
+"""The loop nest: statements over tiles inside loops over a grid. What the interpreter runs and the emitters print."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .dtypes import DType
+from .expr import Axes, Const, Expr, Tile
+from .source import Loc
+from .spec import Part
+from .tile import TileStmt
+
+
+@dataclass(frozen=True)
+class Let:
+    """name := a scalar, for the rest of the enclosing body."""
+
+    name: str
+    expr: Expr
+
+
+@dataclass(frozen=True)
+class Search:
+    """name := the last index in lo..hi for which `cond` holds; `cond` reads the name, is true at lo, then never true again
+    once false. How a flat tile index finds its sequence.
+    """
+
+    name: str
+    lo: Expr
+    hi: Expr
+    cond: Expr
+
+
+@dataclass(frozen=True)
+class For:
+    """Serial loop over lo..hi, hi excluded."""
+
+    var: str
+    lo: Expr
+    hi: Expr
+    body: tuple[Stmt, ...]
+
+
+@dataclass(frozen=True)
+class If:
+    """Uniform branch: the condition has no tile axis."""
+
+    cond: Expr
+    body: tuple[Stmt, ...]
+
+
+@dataclass(frozen=True)
+class Store:
+    """tensor[index] = expr at every point of `axes` where `ok`, rounded once to the tensor's dtype."""
+
+    tensor: str
+    index: tuple[Expr, ...]
+    expr: Expr
+    axes: Axes
+    ok: Expr = Const(True)
+    loc: Loc | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class KeyLoop:
+    """Every key tile of one part of a source. Lowered to `For` loops once key ranges are known."""
+
+    number: int  # of the part, over all passes
+    part: Part
+    body: tuple[Stmt, ...]
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """The named fields of this tile's key rows, each into its tile. Becomes page look-ups and guarded loads."""
+
+    leaf: str
+    fields: tuple[tuple[str, Tile], ...]
+    loop: str = ""
+    partial: bool = True  # the tile may hold keys that some row does not see
+    loc: Loc | None = field(default=None, compare=False)
+
+
+Stmt = TileStmt | Let | Search | For | If | Store | KeyLoop | Fetch
+
+
+@dataclass(frozen=True)
+class Alloc:
+    """A tile's storage: its axes with their sizes, and the dtype it holds."""
+
+    name: str
+    axes: tuple[tuple[str, int], ...]
+    dtype: DType
+
+
+@dataclass(frozen=True)
+class Arg:
+    """A tensor (or, with shape (), scalar) argument. A str in the shape is a run-time size."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """`body`, once for every point of the grid; points are independent."""
+
+    name: str
+    grid: tuple[tuple[str, Expr], ...]
+    args: tuple[Arg, ...]
+    tiles: tuple[Alloc, ...]
+    body: tuple[Stmt, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Kernels run in order; workspaces live for one call."""
+
+    name: str
+    args: tuple[Arg, ...]
+    workspaces: tuple[Arg, ...]
+    kernels: tuple[Kernel, ...]
+    reach: tuple[KeyReach, ...] = ()
+
+
+@dataclass(frozen=True)
+class KeyReach:
+    """Keys of a leaf that rows at positions q0..q1 can see, in closed form: what checked mode needs to look at."""
+
+    leaf: str
+    lo: Expr
+    hi: Expr  # excluded
+    exact: bool  # every key of the range is seen by some row; False: some may not be

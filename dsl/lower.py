@@ -1,0 +1,51 @@
+"""Tile program x schedule x binding -> loop nest. Every pass, in order, is `PASSES`; each is a pure function of a Program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from .build import build
+from .context import Context
+from .loops import Program
+from .passes_address import bind_coordinates
+from .passes_clean import allocate_tiles, hoist_invariants, remove_unused
+from .passes_kernel import form_kernel, partition_keys
+from .passes_keys import apply_masks, bound_key_loops, fetch_keys
+from .schedule import Binding, Schedule, check_schedule
+from .spec import Spec
+from .verify import verify, verify_tile_program
+
+Pass: TypeAlias = Callable[[Program, Context], Program]
+
+PASSES: tuple[Pass, ...] = (
+    form_kernel,  #       one kernel: operands, initial states, a loop over each part's keys, finish, stores
+    partition_keys,  #    split keys over grid points: states to workspaces, and a kernel that merges them
+    bound_key_loops,  #   key loops get the ranges that SymPy proves, as closed forms of run-time lengths
+    fetch_keys,  #        key rows through the page table, only those that some row sees
+    apply_masks,  #       unseen keys become what the reduction calls absent
+    bind_coordinates,  #  positions, heads and captured tensors become addresses; rows past the end are guarded
+    hoist_invariants,  #  what does not change from key tile to key tile moves out of the loop
+    remove_unused,  #     scalars and tiles that nothing reads
+    allocate_tiles,  #    storage for tiles, arguments of kernels
+)
+
+Watch: TypeAlias = Callable[[str, Program], None]
+
+
+def lower(spec: Spec, binding: Binding, schedule: Schedule, *, watch: Watch | None = None) -> Program:
+    """The loop nest of an operator under a schedule; `watch` is shown the program after every pass.
+
+    Raises IllegalSchedule before anything is lowered, where the schedule has no meaning for the operator.
+    """
+    tile_program = build(spec)
+    verify_tile_program(tile_program)
+    check_schedule(tile_program, binding, schedule)
+    context = Context.of(spec, tile_program, binding, schedule)
+    program = Program(spec.name, (), (), ())
+    for step in PASSES:
+        program = step(program, context)
+        verify(program, step.__name__)
+        if watch is not None:
+            watch(step.__name__, program)
+    return program

@@ -1,0 +1,264 @@
+"""Passes over key loops: which keys are walked, how they are fetched, where they are masked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count
+
+from .context import ROW_OK, Context
+from .dtypes import i32
+from .expr import (
+    Const,
+    Coord,
+    Elem,
+    Expr,
+    Iota,
+    Tile,
+    Var,
+    add,
+    at_least,
+    both,
+    ceildiv,
+    either,
+    floordiv,
+    less,
+    lift,
+    maximum,
+    minimum,
+    mul,
+    op,
+    ordered,
+    sub,
+    where,
+)
+from .loops import Fetch, For, If, Kernel, KeyLoop, KeyReach, Let, Program, Stmt
+from .rewrite import rewrite_body
+from .tile import Map, Mask, Reduce
+
+NO_ROWS = at_least(Var("r0"), Var("r1"))
+
+
+# ---- bounds ----------------------------------------------------------------------------------------------------------
+
+
+def bound_key_loops(program: Program, cx: Context) -> Program:
+    """before: for keys of part n: body
+    after:  lo_n, hi_n := keys some row of the tile may see; for kt_n in tiles of lo_n .. hi_n: k0 := ..; body
+            and masks only where the tile is not wholly seen. A predicate with `|` gives a loop per alternative.
+    """
+
+    def lower(s: Stmt) -> tuple[Stmt, ...]:
+        return _bounded(s, cx) if isinstance(s, KeyLoop) else (s,)
+
+    kernels = tuple(_partitioned(replace(k, body=rewrite_body(k.body, lower)), cx) for k in program.kernels)
+    return replace(program, kernels=kernels, reach=tuple(r for n in range(len(cx.parts)) for r in _reach(n, cx)))
+
+
+def _key_range(number: int, interval: int, cx: Context) -> tuple[Expr, Expr]:
+    """First key and end of one interval of a part, for rows at q0..q1."""
+    i = cx.intervals[number][interval]
+    lo: Expr = Const(0) if i.lo is None else maximum(i.lo, 0)
+    hi: Expr = Var("num_keys") if i.hi is None else minimum(add(i.hi, 1), Var("num_keys"))
+    return lo, hi
+
+
+def _reach(number: int, cx: Context) -> tuple[KeyReach, ...]:
+    leaf, intervals = cx.parts[number].leaf, cx.intervals[number]
+    ranges = (_key_range(number, n, cx) for n in range(len(intervals)))
+    return tuple(KeyReach(leaf, lo, hi, i.exact) for (lo, hi), i in zip(ranges, intervals, strict=True))
+
+
+def _bounded(loop: KeyLoop, cx: Context) -> tuple[Stmt, ...]:
+    size = cx.schedule.keys
+    out: list[Stmt] = []
+    tiles: list[tuple[Expr, Expr, Expr | None, Expr | None]] = []
+    for n, label in enumerate(cx.labels(loop.number)):
+        i, (lo, hi) = cx.intervals[loop.number][n], _key_range(loop.number, n, cx)
+        lo_v, hi_v = Var(f"lo{label}"), Var(f"hi{label}")
+        out += [Let(lo_v.name, lo), Let(hi_v.name, where(NO_ROWS, lo_v, maximum(hi, lo_v)))]
+        whole: tuple[Expr | None, Expr | None] = (None, None)
+        if i.whole and cx.schedule.masks != "always":
+            first = lo_v if i.whole_lo is None else maximum(i.whole_lo, lo_v)
+            last = hi_v if i.whole_hi is None else minimum(add(i.whole_hi, 1), hi_v)
+            whole = (ceildiv(first, size), floordiv(last, size))
+        tiles.append((floordiv(lo_v, size), ceildiv(hi_v, size), *whole))
+    for label, (lo, hi, whole_lo, whole_hi) in zip(
+        cx.labels(loop.number), _disjoint(tiles, loop.number, out), strict=True
+    ):
+        out += _loops(loop, label, lo, hi, whole_lo, whole_hi, cx)
+    return tuple(out)
+
+
+def _disjoint(
+    tiles: list[tuple[Expr, Expr, Expr | None, Expr | None]], number: int, out: list[Stmt]
+) -> list[tuple[Expr, Expr, Expr | None, Expr | None]]:
+    """Tile ranges sorted by their start (a network of compare and swap) and cut so that no tile is walked twice."""
+    if len(tiles) < 2:
+        return tiles
+    known = all(t[2] is not None for t in tiles)
+    width = 4 if known else 2
+    fresh = count()
+
+    def let(e: Expr) -> Expr:
+        name = f"u{number}_{next(fresh)}"
+        out.append(Let(name, e))
+        return Var(name)
+
+    table = [[let(e) for e in t[:width] if e is not None] for t in tiles]
+    for end in range(len(table) - 1, 0, -1):
+        for i in range(end):
+            a, b = table[i], table[i + 1]
+            swap = less(b[0], a[0])
+            table[i] = [let(where(swap, y, x)) for x, y in zip(a, b, strict=True)]
+            table[i + 1] = [let(where(swap, x, y)) for x, y in zip(a, b, strict=True)]
+    done: Expr = table[0][1]
+    for row in table[1:]:
+        row[0] = let(maximum(row[0], done))
+        done = row[1] = let(maximum(row[1], row[0]))
+    return [(r[0], r[1], r[2] if known else None, r[3] if known else None) for r in table]
+
+
+def _loops(
+    loop: KeyLoop, label: str, lo: Expr, hi: Expr, whole_lo: Expr | None, whole_hi: Expr | None, cx: Context
+) -> list[Stmt]:
+    """The loop over one interval's tiles, or three: edge, middle, edge."""
+    var = f"kt{label}"
+    start = Let("k0", mul(Var(var), cx.schedule.keys))
+
+    def body(masked: bool, guard: Expr | None) -> tuple[Stmt, ...]:
+        made: list[Stmt] = [start]
+        for s in loop.body:
+            match s:
+                case Fetch():
+                    made.append(replace(s, loop=label, partial=masked))
+                case Mask() if masked:
+                    mask = replace(s, loop=label)
+                    made.append(mask if guard is None else If(guard, (mask,)))
+                case Mask():
+                    pass
+                case _:
+                    made.append(s)
+        return tuple(made)
+
+    if whole_lo is None or whole_hi is None:
+        return [For(var, lo, hi, body(True, None))]
+    w0, w1 = Var(f"whole_lo{label}"), Var(f"whole_hi{label}")
+    ends: list[Stmt] = [
+        Let(w0.name, minimum(maximum(whole_lo, lo), hi)),
+        Let(w1.name, minimum(maximum(whole_hi, w0), hi)),
+    ]
+    if cx.schedule.masks == "branch":
+        edge = either(less(Var(var), w0), at_least(Var(var), w1))
+        return [*ends, For(var, lo, hi, body(True, edge))]
+    return [
+        *ends,
+        For(var, lo, w0, body(True, None)),
+        For(var, w0, w1, body(False, None)),
+        For(var, w1, hi, body(True, None)),
+    ]
+
+
+def _partitioned(k: Kernel, cx: Context) -> Kernel:
+    """Each grid point of `part` walks an equal share of the joined tiles of all loops."""
+    if not any(name == "part" for name, _ in k.grid):
+        return k
+    ranges = [s for s in k.body if isinstance(s, Let)]
+    loops = [s for s in k.body if isinstance(s, For)]
+    rest = [n for n, s in enumerate(k.body) if not isinstance(s, Let | For)]
+    before = [k.body[n] for n in rest if n < k.body.index(loops[0])] if loops else list(k.body)
+    after = [k.body[n] for n in rest if n > k.body.index(loops[0])] if loops else []
+    joined: Expr = Const(0)
+    cut: list[Stmt] = []
+    for n, s in enumerate(loops):
+        start, size = Var(f"start{n}"), Var(f"size{n}")
+        ranges += [Let(start.name, joined), Let(size.name, maximum(sub(s.hi, s.lo), 0))]
+        first, end = (minimum(maximum(sub(Var(share), start), 0), size) for share in ("share_lo", "share_hi"))
+        cut.append(For(s.var, add(s.lo, first), add(s.lo, end), s.body))
+        joined = add(start, size)
+    share = ceildiv(joined, cx.schedule.partitions)
+    ranges += [Let("share", share), Let("share_lo", op("mul", Var("part"), Var("share")))]
+    ranges += [Let("share_hi", add(Var("share_lo"), Var("share")))]
+    return replace(k, body=(*before, *ranges, *cut, *after))
+
+
+# ---- fetching --------------------------------------------------------------------------------------------------------
+
+
+def fetch_keys(program: Program, cx: Context) -> Program:
+    """before: keys = fetch leaf.k
+    after:  page[key] = table[key // page_size] where some row of the tile sees the key, else -1
+            keys = leaf.k[page, key % page_size] where page >= 0, else 0
+    A key that no row of the tile sees is never touched, and its row is zero: zero times a weight of zero stays zero.
+    """
+
+    def lower(s: Stmt) -> tuple[Stmt, ...]:
+        return _fetched(s, cx) if isinstance(s, Fetch) else (s,)
+
+    return replace(program, kernels=tuple(replace(k, body=rewrite_body(k.body, lower)) for k in program.kernels))
+
+
+def _fetched(s: Fetch, cx: Context) -> tuple[Stmt, ...]:
+    number, leaf = cx.part_of(s.loop), cx.binding.leaf(s.leaf)
+    key = Coord("key", ("key",))
+    ranges = [both(at_least(key, Var(f"lo{n}")), less(key, Var(f"hi{n}"))) for n in cx.labels(number)]
+    ok = either(*ranges)
+    out: list[Stmt] = []
+    if s.partial and not all(i.exact for i in cx.intervals[number]):
+        scrub, seen = _seen_by_some_row(number, s.loop, cx)
+        out += scrub
+        ok = both(ok, op("lt", lift(0.0), seen))
+    page = Tile(f"page{number}", ("key",), i32)
+    entry = Elem(f"{s.leaf}_table", (Var("seq"), floordiv(key, leaf.page_size)), i32, ok, s.loc)
+    out.append(Map(page, where(ok, entry, -1), s.loc))
+    return (*out, *(Map(dst, _key_row(s, name, dst, page, cx), s.loc) for name, dst in s.fields))
+
+
+def _seen_by_some_row(number: int, loop: str, cx: Context) -> tuple[list[Stmt], Expr]:
+    """For predicates whose visible keys are not proven to fill their range: which keys of the tile any row sees."""
+    where_seen = cx.parts[number].where
+    axes = ordered((*where_seen.axes, "row", "key"))
+    sees = Tile(f"sees{loop}", axes)
+    out: list[Stmt] = [Map(sees, where(both(where_seen, ROW_OK), lift(1.0), 0.0))]
+    for axis in axes:
+        if axis != "key":
+            narrow = Tile(
+                f"seen{loop}" + ("" if axis == "row" else "_" + axis), tuple(a for a in sees.axes if a != axis)
+            )
+            out.append(Reduce(narrow, sees, "max", axis))
+            sees = narrow
+    return out, sees
+
+
+def _key_row(s: Fetch, name: str, dst: Tile, page: Tile, cx: Context) -> Expr:
+    """Values of a field: what is stored, times its scale."""
+    leaf = cx.binding.leaf(s.leaf)
+    stored = name if leaf.values or name == "k" else "k"
+    (feature,) = (a for a in dst.axes if a != "key")
+    slot = op("mod", Coord("key", ("key",)), lift(leaf.page_size))
+    ok = at_least(page, 0)
+    value: Expr = Elem(f"{s.leaf}_{stored}", (page, slot, Var("kv_head"), Iota(feature)), leaf.dtype.compute, ok, s.loc)
+    if leaf.granularity is None:
+        return value
+    width = cx.binding.size(feature)
+    block = Const(0) if leaf.granularity >= width else floordiv(Iota(feature), leaf.granularity)
+    scale = Elem(f"{s.leaf}_{stored}_scale", (page, slot, Var("kv_head"), block), leaf.dtype.compute, ok, s.loc)
+    return op("mul", value, scale)
+
+
+# ---- masks -----------------------------------------------------------------------------------------------------------
+
+
+def apply_masks(program: Program, cx: Context) -> Program:
+    """before: scores = -inf where unseen
+    after:  scores = where(predicate and key < num_keys, scores, -inf)
+    By select, so that what an unseen key holds can never matter.
+    """
+
+    def lower(s: Stmt) -> tuple[Stmt, ...]:
+        if not isinstance(s, Mask):
+            return (s,)
+        key = Coord("key", ("key",))
+        seen = both(cx.parts[cx.part_of(s.loop)].where, less(key, Var("num_keys")))
+        return (Map(s.dst, where(seen, s.dst, s.absent), s.loc),)
+
+    return replace(program, kernels=tuple(replace(k, body=rewrite_body(k.body, lower)) for k in program.kernels))

@@ -1,0 +1,89 @@
+"""Binding: the compile-time facts of a call. Schedule: how a tile program is cut into tiles, as data.
+
+One rule gives a schedule its meaning: a tile may hold several points of a row-side axis (row, head) only if no key-side tile
+depends on that axis. Keys of a range depend on the sequence and the key-value head, so rows of one sequence and heads of one
+group may share a tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .dtypes import DType
+from .errors import IllegalSchedule
+from .tile import Reduce, TileProgram
+
+
+@dataclass(frozen=True)
+class LeafBinding:
+    """What is fixed about a paged cache when an operator is compiled."""
+
+    page_size: int
+    kv_heads: int
+    dtype: DType
+    values: bool = True  # False: keys only, and the key row is the value row
+    granularity: int | None = None  # values per scale; None: unscaled
+
+
+@dataclass(frozen=True)
+class Binding:
+    """Sizes of static axes, dtypes and cache formats. Nothing here changes from call to call of one model."""
+
+    sizes: tuple[tuple[str, int], ...]  # "head", and every feature axis that tiles have
+    dtypes: tuple[tuple[str, DType], ...]  # of tensor parameters and outputs
+    leaves: tuple[tuple[str, LeafBinding], ...] = ()
+
+    def size(self, axis: str) -> int:
+        return dict(self.sizes)[axis]
+
+    def dtype(self, name: str) -> DType:
+        return dict(self.dtypes)[name]
+
+    def leaf(self, name: str) -> LeafBinding:
+        return dict(self.leaves)[name]
+
+    @property
+    def heads(self) -> int:
+        return dict(self.sizes).get("head", 1)
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key-value head."""
+        return self.heads // next((leaf.kv_heads for _, leaf in self.leaves), 1)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Tile sizes and the shape of the loops. Legal schedules differ in cost, never in meaning beyond rounding."""
+
+    rows: int = 16  # query rows of one sequence in a tile
+    heads: int | None = None  # query heads of one group in a tile; None: the whole group
+    keys: int = 128  # keys in a tile
+    partitions: int = 1  # parts the keys of a row tile are cut into, merged by a second kernel
+    masks: str = "branch"  # branch: one loop, masking where a tile is not wholly seen | split: loops for edges and middle | always
+
+    def heads_per_tile(self, binding: Binding) -> int:
+        return self.heads or binding.group
+
+
+MASKS = ("branch", "split", "always")
+
+
+def check_schedule(tp: TileProgram, binding: Binding, schedule: Schedule) -> None:
+    """Raise IllegalSchedule, naming the field, unless the schedule has a meaning for this operator and binding."""
+
+    def refuse(field: str, problem: str) -> None:
+        raise IllegalSchedule(field=field, value=repr(getattr(schedule, field)), problem=problem)
+
+    for name in ("rows", "keys", "partitions"):
+        if getattr(schedule, name) < 1:
+            refuse(name, "must be at least 1")
+    if schedule.masks not in MASKS:
+        refuse("masks", f"must be one of {', '.join(MASKS)}")
+    heads = schedule.heads_per_tile(binding)
+    if heads < 1 or binding.group % heads:
+        refuse("heads", f"does not divide the group of {binding.group} query heads that share a key-value head")
+    if heads != binding.heads and any(isinstance(s, Reduce) and s.over == "head" for p in tp.passes for s in p.step):
+        refuse("heads", f"a reduction over heads needs all {binding.heads} heads in one tile")
+    if schedule.partitions > 1 and len(tp.passes) > 1:
+        refuse("partitions", f"the operator walks its keys {len(tp.passes)} times; partitions need one walk")

@@ -1,0 +1,151 @@
+"""The traced operator: parameters, key sources, folds over keys, named outputs. No sizes, no schedule, no target."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+
+from .dtypes import DType
+from .expr import Axes, Expr, FoldResult, children
+from .source import Loc
+
+# Names that loop nests use for their own scalars and tensors; neither a parameter nor a tile may take one.
+_NEST_NAMES = re.compile(
+    r"tile|head_block|part|seq|batch|total_rows|row0|n_rows|r0|r1|past|num_keys|q0|q1|head0|kv_head|k0|p|offsets"
+    r"|share|share_lo|share_hi|(lo|hi|kt|u|start|size|page|sees|seen|whole_lo|whole_hi|input|keys)\d\w*|part_\w+"
+)
+
+
+def is_reserved(name: str) -> bool:
+    """Whether a loop nest may use this name for something of its own."""
+    return _NEST_NAMES.fullmatch(name) is not None
+
+
+class ParamKind(Enum):
+    TENSOR = "tensor"  # a captured tensor, loaded once per tile or addressed by expressions
+    PAGED = "paged"  # a paged cache: table, lengths, and fields "k", "v" with optional scales
+    SCALAR = "scalar"  # a run-time number
+
+
+@dataclass(frozen=True)
+class Declared:
+    """One run-time parameter. A dtype of None is bound when the operator is compiled."""
+
+    name: str
+    kind: ParamKind
+    axes: Axes
+    dtype: DType | None = None
+    value_axes: Axes = ()  # of a paged leaf's "v"; the key's axes unless declared narrower
+
+
+@dataclass(frozen=True)
+class Range:
+    """Contiguous key positions of one leaf, seen by a row where `where` holds."""
+
+    leaf: str
+    where: Expr
+    loc: Loc | None = field(default=None, compare=False)
+
+
+Part = Range  # the parts a source can be made of; entry lists and block lists join this union
+
+
+@dataclass(frozen=True)
+class Source:
+    """Key rows an operator folds over: the concatenation of its parts."""
+
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class State:
+    """A running value of a fold, one per row, head and (for some) value feature."""
+
+    name: str
+    axes: Axes
+    init: float
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A reduction over the keys of a source, traced.
+
+    `step`, `merge` and `finish` are expressions over tiles named after states, over `input0`, `input1`, ... and, in merge,
+    over `<state>_other`. `absent[i]` is what input i contributes at a key the row does not see; None where it cannot matter.
+    """
+
+    name: str
+    source: int
+    inputs: tuple[Expr, ...]
+    absent: tuple[float | None, ...]
+    states: tuple[State, ...]
+    step: tuple[Expr, ...]
+    merge: tuple[Expr, ...]
+    finish: tuple[tuple[str, Expr], ...]
+    loc: Loc | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A `print` or `breakpoint()` in the author's source: shown values, in order, and where."""
+
+    kind: str
+    values: tuple[tuple[str, Expr], ...]
+    loc: Loc | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Spec:
+    name: str
+    params: tuple[Declared, ...]
+    sources: tuple[Source, ...]
+    outputs: tuple[tuple[str, Expr], ...]
+    positions: str | None  # the paged leaf whose lengths define `pos` and `num_keys`
+    probes: tuple[Probe, ...] = ()
+
+    @property
+    def folds(self) -> tuple[Fold, ...]:
+        """Every fold the outputs and probes use, innermost first, each once."""
+        found: dict[Fold, None] = {}
+
+        def visit(e: Expr) -> None:
+            for c in children(e):
+                visit(c)
+            if isinstance(e, FoldResult):
+                for _, result in e.fold.finish:
+                    visit(result)
+                found.setdefault(e.fold)
+
+        for _, e in (*self.outputs, *(v for p in self.probes for v in p.values)):
+            visit(e)
+        return tuple(found)
+
+    def param(self, name: str) -> Declared:
+        return next(p for p in self.params if p.name == name)
+
+    @cached_property
+    def tile_axes(self) -> frozenset[str]:
+        """Axes, other than row and key, that some tile has: their sizes are compiled in."""
+        found: set[str] = set()
+
+        def visit(e: Expr) -> None:
+            found.update(e.axes)
+            for c in children(e):
+                visit(c)
+            if isinstance(e, FoldResult):
+                for x in (*e.fold.step, *(r for _, r in e.fold.finish)):
+                    visit(x)
+
+        for _, e in (*self.outputs, *(v for p in self.probes for v in p.values)):
+            visit(e)
+        return frozenset(found - {"row", "key"})
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Depends on what the operator means only: not on comments, names of locals, files, or the operator's own name."""
+        from .printer import show_spec
+
+        return hashlib.sha256(show_spec(self, named=False).encode()).hexdigest()[:16]

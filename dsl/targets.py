@@ -1,0 +1,32 @@
+"""What a program can be lowered for. A target is one frozen row; adding one touches its row and its emitter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import UnknownTarget
+from .schedule import Binding, Schedule
+
+
+@dataclass(frozen=True)
+class Target:
+    name: str
+    device: str  # device type of the tensors it takes
+    family: str  # nests are lowered per family: how keys are fetched, what is rounded
+
+
+TARGETS: dict[str, Target] = {t.name: t for t in (Target("interpret", "cpu", "interpret"),)}
+
+
+def target_named(name: str) -> Target:
+    if name not in TARGETS:
+        raise UnknownTarget(target=name, known=", ".join(TARGETS))
+    return TARGETS[name]
+
+
+def default_schedule(target: Target, binding: Binding, rows: int, batch: int) -> Schedule:
+    """The schedule used where none was tuned, by the mean number of query rows of a sequence."""
+    mean = -(-rows // max(1, batch))
+    if mean <= 4:
+        return Schedule(rows=max(1, mean), keys=512)
+    return Schedule(rows=min(128, 1 << (mean - 1).bit_length()), keys=256)

@@ -1,0 +1,78 @@
+"""What every test may use: golden files, a seed of its own, an environment without Tilewright's variables."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import settings
+
+if TYPE_CHECKING:
+    import numpy as np
+
+GOLDEN = Path(__file__).parent / "golden"
+
+# The same examples on every run and machine; `--hypothesis-profile default` looks for new ones.
+settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+settings.load_profile("ci")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden with what the tests produce")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden(name, text)`: the text must be that of tests/golden/<name>.txt."""
+    update: bool = request.config.getoption("--update-golden")
+
+    def check(name: str, text: str) -> None:
+        __tracebackhide__ = True
+        path = GOLDEN / f"{name}.txt"
+        shown = f"tests/golden/{name}.txt"
+        text = text.rstrip("\n") + "\n"
+        expected = path.read_text(encoding="utf-8") if path.exists() else None
+        if text == expected:
+            return
+        if update:
+            _replace(path, text)
+        elif expected is None:
+            pytest.fail(f"{shown} is missing; read the text below, then run pytest --update-golden\n\n{text}")
+        else:
+            diff = difflib.unified_diff(expected.splitlines(), text.splitlines(), shown, "this run", lineterm="")
+            pytest.fail("\n".join(["the text has changed; if it should, run pytest --update-golden", "", *diff]))
+
+    return check
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write by renaming, so that another worker sees the old file or the new one and never half of either."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """32 bits that depend on the test's id alone."""
+    return int.from_bytes(hashlib.sha256(request.node.nodeid.encode()).digest()[:4])
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    """A generator started from the test's own seed."""
+    import numpy as np
+
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture(autouse=True)
+def _no_tilewright_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("TILEWRIGHT_")]:
+        monkeypatch.delenv(name)
