@@ -1,7 +1,7 @@
 """Lowered programs, kept in memory for the life of the process.
 
-A program is looked up by what it was compiled from: the operator's meaning, its binding, the schedule and the target. No
-run-time value is part of that, so changing lengths, tables, scales, sinks or scalars never compiles anything.
+A program is looked up by what it was compiled from: the operator's meaning, its binding, the schedule and the target.
+No run-time value is part of that, so changing lengths, tables, scales, sinks or scalars never compiles anything.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tilewright.dsl.targets import Target
 
 @dataclass(frozen=True)
 class ProgramKey:
-    """What a program was made from. `loc` keeps operators of one meaning apart, so that errors name the right source."""
+    """What a program was made from. `loc` keeps operators of one meaning apart: errors name the right source."""
 
     fingerprint: str
     loc: Loc

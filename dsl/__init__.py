@@ -1,7 +1,7 @@
 """The language and the compiler: declaration -> tile program -> loop nest -> backends.
 
-What an author needs is here: `from tilewright.dsl import op, Rows, Paged, dot, softmax`. The passes, levels and backends are
-modules of their own.
+What an author needs is here: `from tilewright.dsl import op, Rows, Paged, dot, softmax`. The passes, levels and
+backends are modules of their own.
 """
 
 from .annotations import Const, Paged, PerHead, Rows, Scalar, Tensor

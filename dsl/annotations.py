@@ -1,4 +1,4 @@
-"""Annotations of an operator's parameters: `q: Rows["head", "dim"]`, `sink: PerHead[f32] | None`, `*, window: Const`."""
+"""Annotations of an operator's parameters: `q: Rows["head", "dim"]`, `sink: PerHead[f32] | None`, `*, w: Const`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Spec -> tile program: straight-line statements over named-axis tiles.
 
-Five rules, none of them about attention: a Dot becomes a Gemm; a Reduction becomes a Reduce; elementwise chains fuse into one
-Map; a subexpression with fewer axes than its user, or with two users, gets a tile of its own; `state * a + dot` becomes an
-in-place Map and an accumulating Gemm.
+Five rules, none of them about attention: a Dot becomes a Gemm; a Reduction becomes a Reduce; elementwise chains fuse
+into one Map; a subexpression with fewer axes than its user, or with two users, gets its own tile; `state * a + dot`
+becomes an in-place Map and an accumulating Gemm.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class _Builder:
         self.out += writes
 
     def _accumulate(self, me: Tile, e: Expr, states: set[str]) -> list[TileStmt]:
-        """`me * a + dot` as a rescaling Map (left out for `me + dot`) and an accumulating Gemm; [] when e is not that."""
+        """`me * a + dot` as a rescaling Map (not for `me + dot`) and an accumulating Gemm; [] when e is not that."""
         match e:
             case Op("add", (rest, Dot(a, b, over, loc)), _):
                 scaled = self.flat(rest)

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .expr import Const, Expr, Op, Var
+from .expr import Const, Expr, Op, Param, Var
 from .printer import show
 from .scalars import OPS
 
@@ -20,7 +20,7 @@ def evaluate(e: Expr, known: Mapping[str, Ints]) -> Ints:
     match e:
         case Const(value):
             return np.asarray(int(value), np.int64)
-        case Var(name):
+        case Var(name) | Param(name, (), _, ()):
             return known[name]
         case Op(name, args):
             # the table's torch names are numpy's names too, for integer operations

@@ -25,7 +25,7 @@ class DType:
 
     @property
     def compute(self) -> DType:
-        """The type a loaded element has in expressions: float32, int32 or bool. Storage is narrower, arithmetic never is."""
+        """The type a loaded element has in expressions: float32, int32 or bool, however narrow its storage."""
         match self.kind:
             case Kind.FLOAT:
                 return f32

@@ -1,7 +1,7 @@
 """Expressions over named axes: the one value type of the declaration, the tile program and the loop nest.
 
-All nodes are frozen and compare by structure. An expression has `axes` (which it varies over) and a `dtype`; the author's
-operators live in `lang.Value`, so `==` here means "the same expression".
+All nodes are frozen and compare by structure. An expression has `axes` (which it varies over) and a `dtype`; the
+author's operators live in `value.Value`, so `==` here means "the same expression".
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ class Const:
                 return i32
             case float():
                 return f32
+
+
+ALWAYS = Const(True)
 
 
 @dataclass(frozen=True)
@@ -208,7 +211,7 @@ class Elem:
     tensor: str
     index: tuple[Expr, ...]
     dtype: DType
-    ok: Expr = Const(True)
+    ok: Expr = ALWAYS
     loc: Loc | None = field(default=None, compare=False)
 
     @cached_property

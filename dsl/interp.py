@@ -26,7 +26,7 @@ _SMALL = 1 << 16  # integer tensors up to this many elements are also kept as li
 
 
 class Interpreter:
-    """A program ready to run. Compiling its closures takes about a millisecond; running allocates tiles and workspaces only."""
+    """A program ready to run. Running allocates tiles and workspaces only, never a copy of a cache."""
 
     def __init__(
         self, program: Program, *, check_finite: bool = False, on_statement: OnStatement | None = None
@@ -42,7 +42,7 @@ class Interpreter:
     ) -> None:
         """Run every kernel on these arguments; outputs are written in place.
 
-        tensors: one per tensor argument of the program, shapes as the program lists them. scalars: one per scalar argument.
+        tensors: one per tensor argument, of the shape the program lists. scalars: one per scalar argument.
         threads: workers over grid points; None: as many as torch uses.
         """
         sizes: dict[str, Scalar] = dict(scalars)
@@ -103,7 +103,7 @@ def _sizes(a: Arg, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 def _indices(
     bound: Mapping[str, torch.Tensor], args: Mapping[str, Arg]
 ) -> tuple[dict[str, Ints], dict[str, list[int]]]:
-    """Integer arguments as int64 (tables and offsets are small; caches are never copied), and as lists where one-dimensional."""
+    """Integer arguments as int64 (tables and offsets are small), and as lists where one-dimensional."""
     out: dict[str, Ints] = {}
     lists: dict[str, list[int]] = {}
     for name, t in bound.items():

@@ -107,9 +107,10 @@ def _last_reads(body: Body) -> dict[int, frozenset[str]]:
         first, last = uses[0], uses[-1]
         starts_written = first[2] and not first[1] and not isinstance(body[first[0]], If | For)
         s = body[last[0]]
-        if starts_written and name not in views and isinstance(s, Map) and last[1] and not last[2]:
-            if sum(isinstance(x, Tile) and x.name == name for x in walk(s.expr)) == 1:
-                out.setdefault(last[0], set()).add(name)
+        if not (starts_written and name not in views and isinstance(s, Map) and last[1] and not last[2]):
+            continue
+        if sum(isinstance(x, Tile) and x.name == name for x in walk(s.expr)) == 1:
+            out.setdefault(last[0], set()).add(name)
     return {n: frozenset(names) for n, names in out.items()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -57,7 +58,7 @@ def _pick(i: Expr, axis: str, scope: Scope) -> torch.Tensor | None:
 
 
 def _row_axis(index: tuple[Code, ...], ok: Code, outer: Axes) -> str | None:
-    """The one tile axis that indices and guard vary over, where lanes at most choose along one dimension of their own."""
+    """The one tile axis that indices and guard vary over, where lanes at most choose along one other dimension."""
     varying = [c for c in (*index, ok) if c.axes]
     lane = [c for c in (*index, ok) if c.lanes]
     if len(outer) != 1 or not any(c.axes for c in index) or any(c.lanes for c in varying) or len(lane) > 1 or ok.lanes:
@@ -195,7 +196,7 @@ class _TileLoad:
 
 @dataclass(frozen=True)
 class _RowLoad:
-    """Rows along one axis, as key rows are. Where the last index counts up by one, rows are one slice: a page is a view."""
+    """Rows along one axis, as key rows are. Where the last index counts up they are a slice: a page is a view."""
 
     layout: _Layout
     order: tuple[int, ...]
@@ -204,7 +205,7 @@ class _RowLoad:
     size: int
 
     def __call__(self, f: Frame) -> Array:
-        e, tensor = self.layout.e, f.tensors[self.layout.e.tensor].permute(self.order)
+        tensor = f.tensors[self.layout.e.tensor].permute(self.order)
         good = np.broadcast_to(_guard(self.ok, f, 1).reshape(-1), (self.size,))
         rows, at, lanes = self._rows(f, tensor)
         starts = self._starts(at, good)
@@ -217,7 +218,7 @@ class _RowLoad:
         return self.layout.tile(out if lanes else out.unsqueeze(0))
 
     def _rows(self, f: Frame, tensor: torch.Tensor) -> tuple[torch.Tensor, list[Ints], bool]:
-        """The tensor as [varying dims.., (lanes,) features..], the indices of its varying dims, and whether lanes differ."""
+        """The tensor as [varying dims.., (lanes,) features..], the varying indices, and whether lanes differ."""
         varying = [n for n, c in enumerate(self.index) if c.axes]
         fixed = [n for n in range(len(self.index)) if n not in varying]
         at = [np.broadcast_to(as_ints(self.index[n].run(f)).reshape(-1), (self.size,)) for n in varying]
@@ -245,7 +246,7 @@ class _RowLoad:
         return base.index_select(len(varying), torch.from_numpy(chosen)), at, True
 
     def _starts(self, at: list[Ints], good: Guard) -> list[int]:
-        """Where runs begin, and the end: rows of a run are all read or all guarded, and differ in the last index only."""
+        """Where runs begin, and the end: rows of a run are all read or all guarded, and differ in the last index."""
         change = good[1:] != good[:-1]
         for i in at[:-1]:
             change |= i[1:] != i[:-1]
@@ -256,9 +257,9 @@ class _RowLoad:
     def _sliced(
         self, rows: torch.Tensor, at: list[Ints], good: Guard, starts: list[int], tensor: torch.Tensor, lane: int
     ) -> torch.Tensor:
-        """[lanes, rows, features] by slices: a view when there is one, else copied, float32, in the order memory has."""
+        """[lanes, rows, features] by slices: a view when there is one, else a float32 copy in the order of memory."""
         runs: list[tuple[int, int, torch.Tensor | None]] = []
-        for a, b in zip(starts, starts[1:], strict=False):
+        for a, b in pairwise(starts):
             if not good[a]:
                 runs.append((a, b, None))
                 continue

@@ -1,8 +1,8 @@
 """The interpreter's expressions: each becomes a closure over a `Frame`, compiled once, run per tile.
 
 A tile is an array [lanes, *axes]; lanes are grid points run in lockstep (1, or all points of one grid axis). Floats are
-float32 torch tensors. Integers, which are positions and page numbers, are small and are int64 numpy arrays, whose operations
-cost half as much to start. A value that varies over neither tile axes nor lanes is a Python number.
+float32 torch tensors. Integers, which are positions and page numbers, are small and are int64 numpy arrays, whose
+operations cost half as much to start. A value that varies over neither tile axes nor lanes is a Python number.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Trace:
 
 
 class Keys(HasValue):
-    """Key rows of one source. `.k` and `.v` are their values: what is stored, times its scale where the cache has scales."""
+    """Key rows of one source. `.k` and `.v` are values: what is stored, times its scale where the cache has scales."""
 
     def __init__(self, trace: Trace, parts: tuple[Range, ...], k_axes: Axes, v_axes: Axes) -> None:
         self._trace, self._parts, self._axes = trace, parts, {"k": k_axes, "v": v_axes}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .dtypes import DType
-from .expr import Axes, Const, Expr, Tile
+from .expr import ALWAYS, Axes, Expr, Tile
 from .source import Loc
 from .spec import Part
 from .tile import TileStmt
@@ -21,8 +21,9 @@ class Let:
 
 @dataclass(frozen=True)
 class Search:
-    """name := the last index in lo..hi for which `cond` holds; `cond` reads the name, is true at lo, then never true again
-    once false. How a flat tile index finds its sequence.
+    """name := the last index in lo..hi, hi excluded, for which `cond` holds; how a flat tile index finds its sequence.
+
+    `cond` reads the name, is true at lo, and once false stays false.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Store:
     index: tuple[Expr, ...]
     expr: Expr
     axes: Axes
-    ok: Expr = Const(True)
+    ok: Expr = ALWAYS
     loc: Loc | None = field(default=None, compare=False)
 
 

@@ -1,4 +1,4 @@
-"""Tile program x schedule x binding -> loop nest. Every pass, in order, is `PASSES`; each is a pure function of a Program."""
+"""Tile program x schedule x binding -> loop nest. Every pass, in order, is in `PASSES`: pure functions of a Program."""
 
 from __future__ import annotations
 

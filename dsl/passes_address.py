@@ -84,7 +84,7 @@ def _element(p: Param, bind: object) -> Elem:
 def _prelude(k: Kernel, cx: Context) -> tuple[Stmt, ...]:
     """Which rows of which sequence, and which heads, this grid point owns.
 
-    Row tiles are a flat list: sequence b owns the indices from offsets[b] // rows + b on, which is at least as many as it needs.
+    Row tiles are a flat list: sequence b owns the indices from offsets[b] // rows + b on, at least as many as it needs.
     """
     rows, seq = cx.schedule.rows, Var("seq")
 

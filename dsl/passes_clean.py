@@ -127,7 +127,7 @@ def _arguments(cx: Context) -> tuple[Arg, ...]:
 
 
 def _leaf_arguments(p: Declared, cx: Context) -> list[Arg]:
-    """One strided view per field, layer and kind chosen by the caller: at most four axes, so bulk copies can take them."""
+    """One strided view per field, layer and kind chosen by the caller: four axes, so that bulk copies can take them."""
     leaf = cx.binding.leaf(p.name)
     out = [Arg(f"{p.name}_table", i32, ("batch", f"{p.name}_max_pages")), Arg(f"{p.name}_lengths", i32, ("batch",))]
     fields = [("k", p.axes)] + ([("v", p.value_axes)] if leaf.values else [])

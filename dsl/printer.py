@@ -131,7 +131,7 @@ def _fold_lines(f: Fold, number: int, results: dict[Expr, str], named: bool) -> 
     names = [f"new {s.name}" for s in f.states]
     out += ["  step:", *_with_shared(tuple(zip(names, f.step, strict=True)), "    ", results)]
     out += ["  merge:", *_with_shared(tuple(zip(names, f.merge, strict=True)), "    ", results)]
-    return out + ["  finish:", *_with_shared(f.finish, "    ", results)]
+    return [*out, "  finish:", *_with_shared(f.finish, "    ", results)]
 
 
 # ---- the tile program ------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def _fold_lines(f: Fold, number: int, results: dict[Expr, str], named: bool) -> 
 def show_tile_program(tp: TileProgram) -> str:
     lines = [f"operands {', '.join(map(show, tp.operands)) or 'none'}"]
     for n, p in enumerate(tp.passes):
-        lines += [f"pass {n}:"] + _pass_lines(p)
+        lines += [f"pass {n}:", *_pass_lines(p)]
     if tp.epilogue:
         lines += ["epilogue:"] + [line for s in tp.epilogue for line in show_stmt(s, "  ")]
     lines += [f"output {name} = {show(t)}" for name, t in tp.outputs]

@@ -1,6 +1,6 @@
-"""`print` and `breakpoint()` in an author's source. A traced value is printed, or stopped at, when the interpreter reaches it.
+"""`print` and `breakpoint()` in an author's source: a traced value is shown when the interpreter reaches it.
 
-While an operator is traced its function sees two replaced builtins; a `print` without traced values prints at once, as usual.
+While an operator is traced its function sees two replaced builtins; a `print` without traced values prints at once.
 """
 
 from __future__ import annotations

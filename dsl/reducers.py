@@ -1,6 +1,6 @@
 """Reductions over keys as values: states, absent, step, merge, finish, written in the language itself.
 
-The compiler never looks at a reducer's name. `absent` is what an input contributes at a key the row does not see; `merge`
+The compiler never looks at a reducer's name. An input says what it contributes at a key the row does not see; `merge`
 joins the states of two sets of keys, which gives split keys for any reducer; whatever enters in `finish` enters once.
 """
 
@@ -200,7 +200,7 @@ class Weights:
 
 
 def softmax(scores: Operand, *, sink: Operand | None = None) -> Weights:
-    """Softmax over keys. `sink` is one extra logit (per head, or any row-side axes) that takes weight and gives no value.
+    """Softmax over keys. `sink` is one more logit (per head, or any row-side axes) that takes weight and has no value.
 
     A row that sees no key gives 0, and an lse of -inf.
     """

@@ -1,8 +1,8 @@
 """Binding: the compile-time facts of a call. Schedule: how a tile program is cut into tiles, as data.
 
-One rule gives a schedule its meaning: a tile may hold several points of a row-side axis (row, head) only if no key-side tile
-depends on that axis. Keys of a range depend on the sequence and the key-value head, so rows of one sequence and heads of one
-group may share a tile.
+One rule gives a schedule its meaning: a tile may hold several points of a row-side axis (row, head) only if no key-side
+tile depends on that axis. Keys of a range depend on the sequence and the key-value head, so rows of one sequence and
+heads of one group may share a tile.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Schedule:
     heads: int | None = None  # query heads of one group in a tile; None: the whole group
     keys: int = 128  # keys in a tile
     partitions: int = 1  # parts the keys of a row tile are cut into, merged by a second kernel
-    masks: str = "branch"  # branch: one loop, masking where a tile is not wholly seen | split: loops for edges and middle | always
+    masks: str = "branch"  # branch: one loop, masked where not wholly seen | split: edge and middle loops | always
 
     def heads_per_tile(self, binding: Binding) -> int:
         return self.heads or binding.group

@@ -73,8 +73,9 @@ class State:
 class Fold:
     """A reduction over the keys of a source, traced.
 
-    `step`, `merge` and `finish` are expressions over tiles named after states, over `input0`, `input1`, ... and, in merge,
-    over `<state>_other`. `absent[i]` is what input i contributes at a key the row does not see; None where it cannot matter.
+    `step`, `merge` and `finish` are expressions over tiles named after states, over `input0`, `input1`, ... and, in
+    merge, over `<state>_other`. `absent[i]` is what input i contributes at a key the row does not see; None where it
+    cannot matter.
     """
 
     name: str
@@ -145,7 +146,7 @@ class Spec:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Depends on what the operator means only: not on comments, names of locals, files, or the operator's own name."""
+        """Depends only on what the operator means: not on comments, names of locals, files, or its own name."""
         from .printer import show_spec
 
         return hashlib.sha256(show_spec(self, named=False).encode()).hexdigest()[:16]

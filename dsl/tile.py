@@ -20,7 +20,7 @@ class Map:
 
 @dataclass(frozen=True)
 class Gemm:
-    """dst (+)= sum over one axis of a * b, accumulated in float32. Axes that only a or only b has are multiplied out."""
+    """dst (+)= sum over one axis of a * b, accumulated in float32. Other axes of a and b are those of dst."""
 
     dst: Tile
     a: Tile
