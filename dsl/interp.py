@@ -16,8 +16,9 @@ import torch
 
 from .dtypes import Kind
 from .expr import Expr
-from .interp_kernel import CompiledKernel, Hooks, OnStatement, compile_kernel
+from .interp_kernel import CompiledKernel, compile_kernel
 from .interp_show import show_values
+from .interp_statements import Hooks, OnStatement
 from .interp_values import Frame, Ints, Scalar, compile_value, torch_dtype
 from .loops import Arg, Program
 from .scalars import Number

@@ -1,53 +1,73 @@
-"""The interpreter's statements: a kernel's body as closures, with liveness that lets dead tiles be overwritten."""
+"""The interpreter's kernels: which grid points run in lockstep, and how many rows of a tile are worth computing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TypeAlias, assert_never
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 
-from . import errors
-from .dtypes import Kind
-from .expr import Axes, Const, Elem, Expr, Tile, walk
-from .interp_values import Array, Code, Frame, Scope, as_numpy, as_torch, blank, compile_value, torch_dtype
-from .loops import Arg, Fetch, For, If, Kernel, KeyLoop, Let, Search, Stmt, Store
+from .expr import Const, Expr
+from .interp_statements import Do, Hooks, blank_tile, compile_body
+from .interp_values import Array, Frame, Scope
+from .loops import Arg, For, If, Kernel, Let, Search
 from .rewrite import Body, names_read, statements, written
-from .tile import Gemm, Map, Mask, Reduce, Show
-
-Do: TypeAlias = Callable[[Frame], None]
-OnShow: TypeAlias = Callable[[Show, list[tuple[str, object]], Mapping[str, object]], None]
-OnStatement: TypeAlias = Callable[[Stmt, Frame], None]
+from .tile import Show
 
 
 @dataclass(frozen=True)
-class Hooks:
-    """Who is told while a nest runs: `on_show` of prints and breakpoints, `on_statement` of everything."""
+class _Body:
+    """The statements after the scalars, for tiles of a certain number of rows."""
 
-    on_show: OnShow
-    on_statement: OnStatement | None = None
+    do: tuple[Do, ...]
+    blank: Mapping[str, Array]
 
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A kernel ready to run: `grid` without the axis whose points run as lanes."""
+    """A kernel ready to run: `grid` without the axis whose points run as lanes.
+
+    Rows of a tile past the end of their sequence reach no output, so a tile is computed with as many rows as it holds,
+    rounded up to a power of two; one that holds none is left out.
+    """
 
     kernel: Kernel
     grid: tuple[tuple[str, Expr], ...]
     lanes: tuple[str, int] | None
     scope: Scope
-    body: tuple[Do, ...]
-    blank: Mapping[str, Array]
+    hooks: Hooks
+    scalars: tuple[Do, ...]
+    rest: Body
+    bodies: dict[int, _Body] = field(default_factory=dict)
 
     def run(self, f: Frame) -> None:
         """One grid point, its index already in `f.scalars`. Tiles start as NaN."""
-        f.tiles = dict(self.blank)
         if self.lanes is not None:
             f.scalars[self.lanes[0]] = np.arange(self.lanes[1])
-        for do in self.body:
+        for do in self.scalars:
             do(f)
+        rows = self._rows(f)
+        if rows <= 0:
+            return
+        body = self._body(rows)
+        f.tiles = dict(body.blank)
+        for do in body.do:
+            do(f)
+
+    def _rows(self, f: Frame) -> int:
+        """Rows this tile holds; all of it where the kernel does not say."""
+        full = self.scope.sizes.get("row", 1)
+        first, end = f.scalars.get("r0"), f.scalars.get("r1")
+        return end - first if isinstance(first, int) and isinstance(end, int) else full
+
+    def _body(self, rows: int) -> _Body:
+        full = self.scope.sizes.get("row", 1)
+        count = min(full, 1 << (rows - 1).bit_length())
+        if count not in self.bodies:  # two threads may both compile it; either result will do
+            scope = replace(self.scope, sizes={**self.scope.sizes, "row": count})
+            blank = {t.name: blank_tile(t, scope.sizes) for t in self.kernel.tiles}
+            self.bodies[count] = _Body(compile_body(self.rest, scope, self.hooks), blank)
+        return self.bodies[count]
 
 
 def compile_kernel(kernel: Kernel, args: Mapping[str, Arg], hooks: Hooks, check_finite: bool = False) -> CompiledKernel:
@@ -61,8 +81,9 @@ def compile_kernel(kernel: Kernel, args: Mapping[str, Arg], hooks: Hooks, check_
             break
     scope = Scope(kernel, args, sizes, varying, lanes[1] if lanes else 1, check_finite)
     grid = tuple(g for g in kernel.grid if lanes is None or g[0] != lanes[0])
-    body = _compile_body(kernel.body, scope, hooks)
-    return CompiledKernel(kernel, grid, lanes, scope, body, {t.name: _blank(t.name, kernel) for t in kernel.tiles})
+    first = next((n for n, s in enumerate(kernel.body) if not isinstance(s, Let | Search)), len(kernel.body))
+    scalars = compile_body(kernel.body[:first], scope, hooks)
+    return CompiledKernel(kernel, grid, lanes, scope, hooks, scalars, kernel.body[first:])
 
 
 def varying_names(body: Body, lane: str) -> frozenset[str]:
@@ -77,310 +98,3 @@ def varying_names(body: Body, lane: str) -> frozenset[str]:
 
 def _control_varies(body: Body, varying: frozenset[str]) -> bool:
     return any(isinstance(s, For | If | Search | Show) and names_read(s) & varying for s in statements(body))
-
-
-def _blank(name: str, kernel: Kernel) -> Array:
-    """A tile before its first write, without storage of its own."""
-    tile = next(t for t in kernel.tiles if t.name == name)
-    shape = (1, *(n for _, n in tile.axes))
-    if tile.dtype.kind is Kind.FLOAT:
-        return torch.full((1,) * len(shape), blank(Kind.FLOAT)).expand(shape)
-    return np.broadcast_to(np.full((1,) * len(shape), blank(Kind.INT), np.int64), shape)
-
-
-# ---- liveness --------------------------------------------------------------------------------------------------------
-
-
-def _last_reads(body: Body) -> dict[int, frozenset[str]]:
-    """For each Map of a body, by place: tiles it reads once and for the last time, which it may therefore overwrite.
-
-    Only tiles that this body alone touches and writes before it reads; never a view of a tensor argument.
-    """
-    touch: dict[str, list[tuple[int, bool, bool]]] = {}  # tile -> (place, read, written), in order
-    for n, s in enumerate(body):
-        for x in statements((s,)):
-            for name in names_read(x) | set(written(x)):
-                touch.setdefault(name, []).append((n, name in names_read(x), name in written(x)))
-    views = {s.dst.name for s in statements(body) if isinstance(s, Map) and isinstance(s.expr, Elem)}
-    out: dict[int, set[str]] = {}
-    for name, uses in touch.items():
-        first, last = uses[0], uses[-1]
-        starts_written = first[2] and not first[1] and not isinstance(body[first[0]], If | For)
-        s = body[last[0]]
-        if not (starts_written and name not in views and isinstance(s, Map) and last[1] and not last[2]):
-            continue
-        if sum(isinstance(x, Tile) and x.name == name for x in walk(s.expr)) == 1:
-            out.setdefault(last[0], set()).add(name)
-    return {n: frozenset(names) for n, names in out.items()}
-
-
-def _outside(body: Body, whole: Body) -> set[str]:
-    """Names a body shares with the rest of its kernel."""
-    inside = list(statements(body))
-    marks = {id(s) for s in inside}
-    rest = [s for s in statements(whole) if id(s) not in marks]
-    return {n for s in rest for n in names_read(s) | set(written(s))}
-
-
-# ---- statements ------------------------------------------------------------------------------------------------------
-
-
-def _compile_body(body: Body, scope: Scope, hooks: Hooks) -> tuple[Do, ...]:
-    shared = _outside(body, scope.kernel.body)
-    last = _last_reads(body)
-    out: list[Do] = []
-    for n, s in enumerate(body):
-        do = _compile(s, scope, hooks, frozenset(last.get(n, frozenset()) - shared))
-        out.append(do if hooks.on_statement is None else _traced(s, do, hooks.on_statement))
-    return tuple(out)
-
-
-def _traced(s: Stmt, do: Do, tell: OnStatement) -> Do:
-    def run(f: Frame) -> None:
-        do(f)
-        tell(s, f)
-
-    return run
-
-
-def _compile(s: Stmt, scope: Scope, hooks: Hooks, consumed: frozenset[str]) -> Do:
-    match s:
-        case Let():
-            return _let(s, scope)
-        case Search():
-            return _search(s, scope)
-        case For():
-            return _for(s, scope, hooks)
-        case If():
-            cond, body = compile_value(s.cond, (), scope).run, _compile_body(s.body, scope, hooks)
-
-            def branch(f: Frame) -> None:
-                if cond(f):
-                    for do in body:
-                        do(f)
-
-            return branch
-        case Map():
-            return _map(s, scope, consumed)
-        case Gemm():
-            return _gemm(s, scope)
-        case Reduce():
-            return _reduce(s)
-        case Store():
-            return _store(s, scope)
-        case Show():
-            return _show(s, scope, hooks)
-        case Mask() | KeyLoop() | Fetch():
-            raise AssertionError(f"{type(s).__name__} in a finished loop nest")
-        case _:
-            assert_never(s)
-
-
-def _let(s: Let, scope: Scope) -> Do:
-    value = compile_value(s.expr, (), scope).run
-
-    def run(f: Frame) -> None:
-        f.scalars[s.name] = value(f)
-
-    return run
-
-
-def _search(s: Search, scope: Scope) -> Do:
-    """Bisection: the condition holds at lo and, once false, stays false."""
-    lo, hi, cond = (compile_value(e, (), scope).run for e in (s.lo, s.hi, s.cond))
-
-    def run(f: Frame) -> None:
-        first, end = int(lo(f)), int(hi(f))
-        while end - first > 1:
-            middle = (first + end) // 2
-            f.scalars[s.name] = middle
-            first, end = (middle, end) if cond(f) else (first, middle)
-        f.scalars[s.name] = first
-
-    return run
-
-
-def _for(s: For, scope: Scope, hooks: Hooks) -> Do:
-    lo, hi = compile_value(s.lo, (), scope).run, compile_value(s.hi, (), scope).run
-    body = _compile_body(s.body, scope, hooks)
-    local = {n for x in statements(s.body) for n in written(x)} - _outside(s.body, scope.kernel.body)
-    tiles = {t.name: _blank(t.name, scope.kernel) for t in scope.kernel.tiles if t.name in local}
-
-    def run(f: Frame) -> None:
-        for i in range(int(lo(f)), int(hi(f))):
-            f.scalars[s.var] = i
-            f.tiles.update(tiles)  # an iteration sees nothing of the one before but the states
-            for do in body:
-                do(f)
-
-    return run
-
-
-def _shape(dst: Tile, scope: Scope) -> tuple[int, ...]:
-    return tuple(scope.sizes[a] for a in dst.axes)
-
-
-def _map(s: Map, scope: Scope, consumed: frozenset[str]) -> Do:
-    dst, name = s.dst, s.dst.name
-    itself = sum(isinstance(x, Tile) and x.name == name for x in walk(s.expr)) == 1
-    code = compile_value(s.expr, dst.axes, scope, consumed | ({name} if itself else frozenset()))
-    shape, count = _shape(dst, scope), scope.lane_count if name in scope.varying else 1
-    run, full = code.run, code.axes == dst.axes and not code.number
-    if full and (code.fresh or isinstance(s.expr, Elem)):
-
-        def assign(f: Frame) -> None:
-            f.tiles[name] = run(f)  # type: ignore[assignment]  # a full tile is an array
-
-        return assign
-    whole = (count, *shape)
-    if dst.dtype.kind is Kind.FLOAT:
-
-        def spread(f: Frame) -> None:
-            x = run(f)
-            f.tiles[name] = torch.full(whole, x) if isinstance(x, int | float) else as_torch(x).expand(whole).clone()
-
-        return spread
-
-    def spread_ints(f: Frame) -> None:
-        f.tiles[name] = np.broadcast_to(np.asarray(as_numpy(run(f)), np.int64), whole).copy()
-
-    return spread_ints
-
-
-def _reduce(s: Reduce) -> Do:
-    at, name, src = 1 + s.src.axes.index(s.over), s.dst.name, s.src.name
-    if s.kind == "sum":
-
-        def total(f: Frame) -> None:
-            f.tiles[name] = as_torch(f.tiles[src]).sum(at)
-
-        return total
-
-    def largest(f: Frame) -> None:
-        f.tiles[name] = as_torch(f.tiles[src]).amax(at)
-
-    return largest
-
-
-def _gemm(s: Gemm, scope: Scope) -> Do:
-    """Matrix product over the axes one operand has and the other has not; einsum where a batch axis remains."""
-    a, b, dst = s.a, s.b, s.dst
-    rows = tuple(x for x in a.axes if x != s.over and x not in b.axes)
-    columns = tuple(x for x in b.axes if x != s.over and x not in a.axes)
-    if (*rows, *columns) != dst.axes:
-        return _einsum(s)
-    left = _matrix(a, rows, (s.over,), scope)
-    right = _matrix(b, (s.over,), columns, scope)
-    shape, name = _shape(dst, scope), dst.name
-    flat = (_product(rows, scope), _product(columns, scope))
-    if not s.accumulate:
-
-        def multiply(f: Frame) -> None:
-            x = torch.matmul(left(f), right(f))
-            f.tiles[name] = x.view(x.shape[0], *shape)
-
-        return multiply
-
-    def accumulate(f: Frame) -> None:
-        x, y, total = left(f), right(f), as_torch(f.tiles[name])
-        if x.shape[0] == y.shape[0] == total.shape[0]:
-            total.view(-1, *flat).baddbmm_(x, y)
-        else:
-            f.tiles[name] = total + torch.matmul(x, y).view(-1, *shape)
-
-    return accumulate
-
-
-def _product(axes: Axes, scope: Scope) -> int:
-    n = 1
-    for a in axes:
-        n *= scope.sizes[a]
-    return n
-
-
-def _matrix(t: Tile, rows: Axes, columns: Axes, scope: Scope) -> Callable[[Frame], torch.Tensor]:
-    """A tile as [lanes, rows, columns]."""
-    order = (0, *(1 + t.axes.index(x) for x in (*rows, *columns)))
-    shape = (_product(rows, scope), _product(columns, scope))
-    name = t.name
-    if order == tuple(range(len(order))):
-        return lambda f: as_torch(f.tiles[name]).reshape(-1, *shape)
-    return lambda f: as_torch(f.tiles[name]).permute(order).reshape(-1, *shape)
-
-
-def _einsum(s: Gemm) -> Do:
-    letter = {x: chr(ord("a") + n) for n, x in enumerate(dict.fromkeys((*s.a.axes, *s.b.axes)))}
-
-    def text(t: Tile) -> str:
-        return "..." + "".join(letter[x] for x in t.axes)
-
-    equation, a, b, name = f"{text(s.a)},{text(s.b)}->{text(s.dst)}", s.a.name, s.b.name, s.dst.name
-
-    def run(f: Frame) -> None:
-        x = torch.einsum(equation, as_torch(f.tiles[a]), as_torch(f.tiles[b]))
-        f.tiles[name] = as_torch(f.tiles[name]) + x if s.accumulate else x
-
-    return run
-
-
-def _store(s: Store, scope: Scope) -> Do:
-    """Points where `ok`: rows past the end are left out by selecting along their one axis, else by a mask."""
-    value, ok = compile_value(s.expr, s.axes, scope), compile_value(s.ok, s.axes, scope)
-    index = [compile_value(i, s.axes, scope) for i in s.index]
-    count = scope.lane_count if any(c.lanes for c in (value, ok, *index)) else 1
-    whole, dtype = (count, *(scope.sizes[a] for a in s.axes)), torch_dtype(scope.args[s.tensor].dtype)
-    dim = 1 + s.axes.index(ok.axes[0]) if len(ok.axes) == 1 and not ok.lanes else None
-
-    def run(f: Frame) -> None:
-        tensor, good = f.tensors[s.tensor], ok.run(f)
-        at = [_spread(c.run(f), len(whole)) for c in index]
-        x = _spread(value.run(f), len(whole)).expand(whole)
-        if isinstance(good, bool):
-            if not good:
-                return
-        elif dim is not None:
-            keep = as_torch(good).reshape(-1).nonzero().reshape(-1)  # type: ignore[arg-type]  # an array
-            if len(keep) == 0:
-                return
-            at = [i.index_select(dim, keep) if i.shape[dim] > 1 else i for i in at]
-            x = x.index_select(dim, keep) if x.shape[dim] != len(keep) else x
-        else:
-            mask = _spread(good, len(whole)).expand(whole)
-            at, x = [i.expand(whole)[mask] for i in at], x[mask]
-        _check_write(s, scope, at, tensor)
-        tensor[tuple(at)] = x.to(dtype)
-
-    return run
-
-
-def _check_write(s: Store, scope: Scope, at: list[torch.Tensor], tensor: torch.Tensor) -> None:
-    for n, i in enumerate(at):
-        if i.numel() and (int(i.min()) < 0 or int(i.max()) >= tensor.shape[n]):
-            outside = int(i.min()) if int(i.min()) < 0 else int(i.max())
-            raise errors.OutOfBounds(
-                loc=s.loc,
-                kernel=scope.kernel.name,
-                access="write to",
-                tensor=s.tensor,
-                axis=n,
-                index=outside,
-                extent=tensor.shape[n],
-            )
-
-
-def _spread(x: object, dims: int) -> torch.Tensor:
-    return as_torch(x) if isinstance(x, torch.Tensor | np.ndarray) else torch.tensor(x).view((1,) * dims)
-
-
-def _show(s: Show, scope: Scope, hooks: Hooks) -> Do:
-    shown: list[tuple[str, Code]] = [(n, compile_value(e, e.axes, scope)) for n, e in s.values]
-    where = ("seq", "r0", "r1", "q0", "k0", "head0", "num_keys")
-
-    def run(f: Frame) -> None:
-        values: list[tuple[str, object]] = []
-        for n, code in shown:
-            x = code.run(f)
-            values.append((n, x[0] if isinstance(x, torch.Tensor | np.ndarray) and x.shape[0] == 1 else x))
-        hooks.on_show(s, values, {n: f.scalars[n] for n in where if n in f.scalars})
-
-    return run

@@ -13,6 +13,7 @@ import torch
 from . import errors
 from .dtypes import Kind
 from .expr import Axes, Elem, Expr, Iota, Tile, Var, walk
+from .interp_blocks import block, consecutive, kept_rows
 from .interp_values import Array, Code, Frame, Ints, Scalar, Scope, as_ints, compile_value
 
 Guard: TypeAlias = npt.NDArray[np.bool_]
@@ -180,18 +181,36 @@ class _TileLoad:
     ok: Code
 
     def __call__(self, f: Frame) -> Array:
-        e, scope, dims = self.layout.e, self.layout.scope, len(self.layout.outer)
+        e, dims = self.layout.e, len(self.layout.outer)
         tensor, good = f.tensors[e.tensor].permute(self.order), _guard(self.ok, f, dims)
         index = _arrays(self.index, f, dims)
+        if good.all():
+            return self.layout.tile(self._read(tensor, index, good))
         shape = np.broadcast_shapes(good.shape, *(i.shape for i in index))
-        if not good.any():
-            return self.layout.tile(torch.zeros((*shape, *tensor.shape[len(index) :])))
-        at = _checked(e, scope, index, good, tuple(tensor.shape), self.order)
-        out = tensor[tuple(torch.from_numpy(i) for i in at)].to(torch.float32)
-        if not good.all():
-            keep = torch.from_numpy(good).view(*good.shape, *(1,) * len(self.layout.inner))
-            out = torch.where(keep, out, 0.0)
+        out = torch.zeros((*shape, *tensor.shape[len(index) :]))
+        if good.any():
+            along = [d for d in range(1 + dims) if good.shape[d] > 1]
+            if len(along) == 1:  # rows past the end: read the others
+                keep = np.flatnonzero(good)
+                read = self._read(tensor, kept_rows(index, along[0], keep), np.ones((1,) * (1 + dims), np.bool_))
+                out.index_copy_(
+                    along[0],
+                    torch.from_numpy(keep),
+                    read.expand(*_with(shape, along[0], len(keep)), *read.shape[1 + dims :]),
+                )
+            else:
+                mask = torch.from_numpy(good).view(*good.shape, *(1,) * len(self.layout.inner))
+                out = torch.where(mask, self._read(tensor, index, good), 0.0)
         return self.layout.tile(out)
+
+    def _read(self, tensor: torch.Tensor, index: list[Ints], good: Guard) -> torch.Tensor:
+        at = _checked(self.layout.e, self.layout.scope, index, good, tuple(tensor.shape), self.order)
+        view = block(tensor, at)
+        return (tensor[tuple(torch.from_numpy(i) for i in at)] if view is None else view).to(torch.float32)
+
+
+def _with(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 @dataclass(frozen=True)
@@ -206,7 +225,8 @@ class _RowLoad:
 
     def __call__(self, f: Frame) -> Array:
         tensor = f.tensors[self.layout.e.tensor].permute(self.order)
-        good = np.broadcast_to(_guard(self.ok, f, 1).reshape(-1), (self.size,))
+        good = _guard(self.ok, f, 1).reshape(-1)
+        good = good if len(good) == self.size else np.full(self.size, good[0])
         rows, at, lanes = self._rows(f, tensor)
         starts = self._starts(at, good)
         if len(starts) > 2 + self.size // 4:  # many short runs: one indexed read is quicker
@@ -221,7 +241,7 @@ class _RowLoad:
         """The tensor as [varying dims.., (lanes,) features..], the varying indices, and whether lanes differ."""
         varying = [n for n, c in enumerate(self.index) if c.axes]
         fixed = [n for n in range(len(self.index)) if n not in varying]
-        at = [np.broadcast_to(as_ints(self.index[n].run(f)).reshape(-1), (self.size,)) for n in varying]
+        at = [as_ints(self.index[n].run(f)).reshape(-1) for n in varying]
         lane = next((n for n in fixed if self.index[n].lanes), None)
         base = tensor.permute(
             *varying,
@@ -241,7 +261,7 @@ class _RowLoad:
         first, count = int(chosen[0]), len(chosen)
         if int(chosen.min()) < 0 or int(chosen.max()) >= tensor.shape[lane]:
             raise _failure(self.layout.e, self.layout.scope, self.order[lane], int(chosen.max()), tensor.shape[lane])
-        if np.array_equal(chosen, np.arange(first, first + count)):
+        if consecutive(chosen):
             return base.narrow(len(varying), first, count), at, True
         return base.index_select(len(varying), torch.from_numpy(chosen)), at, True
 

@@ -1,0 +1,51 @@
+"""Blocks of a tensor: indices that count up along axes of their own select a view, which is free to read or write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from .interp_values import Ints
+
+
+def consecutive(index: Ints) -> bool:
+    """Whether a flat index counts up by one."""
+    n = len(index)
+    return int(index[-1]) - int(index[0]) == n - 1 and (n < 3 or bool((index[1:] - index[:-1] == 1).all()))
+
+
+def block(tensor: torch.Tensor, index: Sequence[Ints]) -> torch.Tensor | None:
+    """`tensor[index]` as a view, or None where the indices do not select a block.
+
+    index: one array per leading dimension of `tensor`, all of one rank, in bounds. The view has the dimensions of the
+    indices, then the tensor's remaining ones.
+    """
+    rank = index[0].ndim
+    owner: dict[int, int] = {}  # dimension of the indices -> dimension of the tensor that counts along it
+    view = tensor
+    sizes: list[list[int]] = []
+    for n, i in enumerate(index):
+        along = [d for d in range(rank) if i.shape[d] > 1]
+        flat = i.reshape(-1)
+        if any(d in owner for d in along) or not consecutive(flat):
+            return None
+        owner.update((d, n) for d in along)
+        view = view.narrow(n, int(flat[0]), len(flat))
+        sizes.append([i.shape[d] for d in along])
+    view = view.reshape([m for s in sizes for m in s] + list(view.shape[len(index) :]))
+    if view.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+        return None  # strides that cannot be split without a copy
+    order = [d for n in range(len(index)) for d in sorted(d for d, by in owner.items() if by == n)]
+    place = {d: n for n, d in enumerate(order)}
+    split = view.permute([place[d] for d in sorted(order)] + list(range(len(order), view.ndim)))
+    for d in range(rank):
+        if d not in owner:
+            split = split.unsqueeze(d)
+    return split
+
+
+def kept_rows(index: list[Ints], dim: int, keep: Ints) -> list[Ints]:
+    """Indices at the kept places of one dimension."""
+    return [np.take(i, keep, axis=dim) if i.shape[dim] > 1 else i for i in index]

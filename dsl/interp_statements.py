@@ -1,0 +1,318 @@
+"""The interpreter's statements: a body becomes closures over a `Frame`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias, assert_never
+
+import numpy as np
+import torch
+
+from . import errors
+from .dtypes import Kind
+from .expr import Axes, Elem, Tile, walk
+from .interp_blocks import block, kept_rows
+from .interp_liveness import last_reads, shared_names
+from .interp_values import (
+    Array,
+    Code,
+    Frame,
+    Ints,
+    Scalar,
+    Scope,
+    as_ints,
+    as_numpy,
+    as_torch,
+    blank,
+    compile_value,
+    torch_dtype,
+)
+from .loops import Alloc, Fetch, For, If, KeyLoop, Let, Search, Stmt, Store
+from .rewrite import Body, statements, written
+from .tile import Gemm, Map, Mask, Reduce, Show
+
+Do: TypeAlias = Callable[[Frame], None]
+OnShow: TypeAlias = Callable[[Show, list[tuple[str, object]], Mapping[str, object]], None]
+OnStatement: TypeAlias = Callable[[Stmt, Frame], None]
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Who is told while a nest runs: `on_show` of prints and breakpoints, `on_statement` of everything."""
+
+    on_show: OnShow
+    on_statement: OnStatement | None = None
+
+
+def blank_tile(tile: Alloc, sizes: Mapping[str, int]) -> Array:
+    """A tile before its first write, without storage of its own."""
+    shape = (1, *(sizes[a] for a, _ in tile.axes))
+    if tile.dtype.kind is Kind.FLOAT:
+        return torch.full((1,) * len(shape), blank(Kind.FLOAT)).expand(shape)
+    return np.broadcast_to(np.full((1,) * len(shape), blank(Kind.INT), np.int64), shape)
+
+
+def compile_body(body: Body, scope: Scope, hooks: Hooks) -> tuple[Do, ...]:
+    shared = shared_names(body, scope.kernel.body)
+    last = last_reads(body)
+    out: list[Do] = []
+    for n, s in enumerate(body):
+        do = _compile(s, scope, hooks, frozenset(last.get(n, frozenset()) - shared))
+        out.append(do if hooks.on_statement is None else _traced(s, do, hooks.on_statement))
+    return tuple(out)
+
+
+def _traced(s: Stmt, do: Do, tell: OnStatement) -> Do:
+    def run(f: Frame) -> None:
+        do(f)
+        tell(s, f)
+
+    return run
+
+
+def _compile(s: Stmt, scope: Scope, hooks: Hooks, consumed: frozenset[str]) -> Do:
+    match s:
+        case Let():
+            return _let(s, scope)
+        case Search():
+            return _search(s, scope)
+        case For():
+            return _for(s, scope, hooks)
+        case If():
+            cond, body = compile_value(s.cond, (), scope).run, compile_body(s.body, scope, hooks)
+
+            def branch(f: Frame) -> None:
+                if cond(f):
+                    for do in body:
+                        do(f)
+
+            return branch
+        case Map():
+            return _map(s, scope, consumed)
+        case Gemm():
+            return _gemm(s, scope)
+        case Reduce():
+            return _reduce(s)
+        case Store():
+            return _store(s, scope)
+        case Show():
+            return _show(s, scope, hooks)
+        case Mask() | KeyLoop() | Fetch():
+            raise AssertionError(f"{type(s).__name__} in a finished loop nest")
+        case _:
+            assert_never(s)
+
+
+def _let(s: Let, scope: Scope) -> Do:
+    value = compile_value(s.expr, (), scope).run
+
+    def run(f: Frame) -> None:
+        f.scalars[s.name] = value(f)
+
+    return run
+
+
+def _search(s: Search, scope: Scope) -> Do:
+    """Bisection: the condition holds at lo and, once false, stays false."""
+    lo, hi, cond = (compile_value(e, (), scope).run for e in (s.lo, s.hi, s.cond))
+
+    def run(f: Frame) -> None:
+        first, end = int(lo(f)), int(hi(f))
+        while end - first > 1:
+            middle = (first + end) // 2
+            f.scalars[s.name] = middle
+            first, end = (middle, end) if cond(f) else (first, middle)
+        f.scalars[s.name] = first
+
+    return run
+
+
+def _for(s: For, scope: Scope, hooks: Hooks) -> Do:
+    lo, hi = compile_value(s.lo, (), scope).run, compile_value(s.hi, (), scope).run
+    body = compile_body(s.body, scope, hooks)
+    local = {n for x in statements(s.body) for n in written(x)} - shared_names(s.body, scope.kernel.body)
+    tiles = {t.name: blank_tile(t, scope.sizes) for t in scope.kernel.tiles if t.name in local}
+
+    def run(f: Frame) -> None:
+        for i in range(int(lo(f)), int(hi(f))):
+            f.scalars[s.var] = i
+            f.tiles.update(tiles)  # an iteration sees nothing of the one before but the states
+            for do in body:
+                do(f)
+
+    return run
+
+
+def _shape(dst: Tile, scope: Scope) -> tuple[int, ...]:
+    return tuple(scope.sizes[a] for a in dst.axes)
+
+
+def _map(s: Map, scope: Scope, consumed: frozenset[str]) -> Do:
+    dst, name = s.dst, s.dst.name
+    itself = sum(isinstance(x, Tile) and x.name == name for x in walk(s.expr)) == 1
+    code = compile_value(s.expr, dst.axes, scope, consumed | ({name} if itself else frozenset()))
+    shape, count = _shape(dst, scope), scope.lane_count if name in scope.varying else 1
+    run, full = code.run, code.axes == dst.axes and not code.number
+    if full and (code.fresh or isinstance(s.expr, Elem)):
+
+        def assign(f: Frame) -> None:
+            f.tiles[name] = run(f)  # type: ignore[assignment]  # a full tile is an array
+
+        return assign
+    whole = (count, *shape)
+    if dst.dtype.kind is Kind.FLOAT:
+
+        def spread(f: Frame) -> None:
+            x = run(f)
+            f.tiles[name] = torch.full(whole, x) if isinstance(x, int | float) else as_torch(x).expand(whole).clone()
+
+        return spread
+
+    def spread_ints(f: Frame) -> None:
+        f.tiles[name] = np.broadcast_to(np.asarray(as_numpy(run(f)), np.int64), whole).copy()
+
+    return spread_ints
+
+
+def _reduce(s: Reduce) -> Do:
+    at, name, src = 1 + s.src.axes.index(s.over), s.dst.name, s.src.name
+    if s.kind == "sum":
+
+        def total(f: Frame) -> None:
+            f.tiles[name] = as_torch(f.tiles[src]).sum(at)
+
+        return total
+
+    def largest(f: Frame) -> None:
+        f.tiles[name] = as_torch(f.tiles[src]).amax(at)
+
+    return largest
+
+
+def _gemm(s: Gemm, scope: Scope) -> Do:
+    """Matrix product over the axes one operand has and the other has not; einsum where a batch axis remains."""
+    a, b, dst = s.a, s.b, s.dst
+    rows = tuple(x for x in a.axes if x != s.over and x not in b.axes)
+    columns = tuple(x for x in b.axes if x != s.over and x not in a.axes)
+    if (*rows, *columns) != dst.axes:
+        return _einsum(s)
+    left = _matrix(a, rows, (s.over,), scope)
+    right = _matrix(b, (s.over,), columns, scope)
+    shape, name = _shape(dst, scope), dst.name
+    flat = (_product(rows, scope), _product(columns, scope))
+    if not s.accumulate:
+
+        def multiply(f: Frame) -> None:
+            x = torch.matmul(left(f), right(f))
+            f.tiles[name] = x.view(x.shape[0], *shape)
+
+        return multiply
+
+    def accumulate(f: Frame) -> None:
+        x, y, total = left(f), right(f), as_torch(f.tiles[name])
+        if x.shape[0] == y.shape[0] == total.shape[0]:
+            total.view(-1, *flat).baddbmm_(x, y)
+        else:
+            f.tiles[name] = total + torch.matmul(x, y).view(-1, *shape)
+
+    return accumulate
+
+
+def _product(axes: Axes, scope: Scope) -> int:
+    n = 1
+    for a in axes:
+        n *= scope.sizes[a]
+    return n
+
+
+def _matrix(t: Tile, rows: Axes, columns: Axes, scope: Scope) -> Callable[[Frame], torch.Tensor]:
+    """A tile as [lanes, rows, columns]."""
+    order = (0, *(1 + t.axes.index(x) for x in (*rows, *columns)))
+    shape = (_product(rows, scope), _product(columns, scope))
+    name = t.name
+    if order == tuple(range(len(order))):
+        return lambda f: as_torch(f.tiles[name]).reshape(-1, *shape)
+    return lambda f: as_torch(f.tiles[name]).permute(order).reshape(-1, *shape)
+
+
+def _einsum(s: Gemm) -> Do:
+    letter = {x: chr(ord("a") + n) for n, x in enumerate(dict.fromkeys((*s.a.axes, *s.b.axes)))}
+
+    def text(t: Tile) -> str:
+        return "..." + "".join(letter[x] for x in t.axes)
+
+    equation, a, b, name = f"{text(s.a)},{text(s.b)}->{text(s.dst)}", s.a.name, s.b.name, s.dst.name
+
+    def run(f: Frame) -> None:
+        x = torch.einsum(equation, as_torch(f.tiles[a]), as_torch(f.tiles[b]))
+        f.tiles[name] = as_torch(f.tiles[name]) + x if s.accumulate else x
+
+    return run
+
+
+def _store(s: Store, scope: Scope) -> Do:
+    """Points where `ok`: rows past the end are left out along their one axis, anything else by a mask."""
+    value, ok = compile_value(s.expr, s.axes, scope), compile_value(s.ok, s.axes, scope)
+    index = [compile_value(i, s.axes, scope) for i in s.index]
+    count = scope.lane_count if any(c.lanes for c in (value, ok, *index)) else 1
+    whole, dtype = (count, *(scope.sizes[a] for a in s.axes)), torch_dtype(scope.args[s.tensor].dtype)
+    dim = 1 + s.axes.index(ok.axes[0]) if len(ok.axes) == 1 and not ok.lanes else None
+
+    def run(f: Frame) -> None:
+        tensor, good = f.tensors[s.tensor], as_numpy(ok.run(f))
+        at = [_index(c.run(f), len(whole)) for c in index]
+        x = _spread(value.run(f), len(whole)).expand(whole)
+        if not np.any(good):
+            return
+        if dim is not None and not np.all(good):
+            keep = np.flatnonzero(good)
+            at, x = kept_rows(at, dim, keep), x.index_select(dim, torch.from_numpy(keep))
+        elif not np.all(good):
+            mask = np.broadcast_to(np.asarray(good), whole)
+            at, x = [np.broadcast_to(i, whole)[mask] for i in at], x[torch.from_numpy(mask.copy())]
+        _check_write(s, scope, at, tensor)
+        target = block(tensor, at)
+        if target is not None and target.shape == x.shape:
+            target.copy_(x)  # rounds once
+        else:
+            tensor[tuple(torch.from_numpy(np.ascontiguousarray(i)) for i in at)] = x.to(dtype)
+
+    return run
+
+
+def _check_write(s: Store, scope: Scope, at: list[Ints], tensor: torch.Tensor) -> None:
+    for n, i in enumerate(at):
+        low, high = int(i.min()), int(i.max())
+        if low < 0 or high >= tensor.shape[n]:
+            raise errors.OutOfBounds(
+                loc=s.loc,
+                kernel=scope.kernel.name,
+                access="write to",
+                tensor=s.tensor,
+                axis=n,
+                index=low if low < 0 else high,
+                extent=tensor.shape[n],
+            )
+
+
+def _index(x: Scalar, dims: int) -> Ints:
+    return as_ints(x) if isinstance(x, np.ndarray) else np.full((1,) * dims, x, np.int64)
+
+
+def _spread(x: Scalar, dims: int) -> torch.Tensor:
+    return as_torch(x) if isinstance(x, torch.Tensor | np.ndarray) else torch.tensor(x).view((1,) * dims)
+
+
+def _show(s: Show, scope: Scope, hooks: Hooks) -> Do:
+    shown: list[tuple[str, Code]] = [(n, compile_value(e, e.axes, scope)) for n, e in s.values]
+    where = ("seq", "r0", "r1", "q0", "k0", "head0", "num_keys")
+
+    def run(f: Frame) -> None:
+        values: list[tuple[str, object]] = []
+        for n, code in shown:
+            x = code.run(f)
+            values.append((n, x[0] if isinstance(x, torch.Tensor | np.ndarray) and x.shape[0] == 1 else x))
+        hooks.on_show(s, values, {n: f.scalars[n] for n in where if n in f.scalars})
+
+    return run

@@ -1,0 +1,244 @@
+"""What comes before and around the arithmetic: importing, compiling, a call's overhead, memory. Each in fresh processes.
+
+As a script, `startup.py PROBE` runs one probe and prints its figures as JSON; `measure` starts such processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # a probe of imports must not find them already done
+    from rich.console import Console
+    from workloads import Workload
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured quantity: the median over processes."""
+
+    name: str
+    unit: str
+    median: float
+    spread: float  # interquartile range / median
+    samples: int
+
+
+# ---- probes: run in a process of their own ---------------------------------------------------------------------------
+
+Figures = dict[str, float]  # by "name [unit]"
+
+
+def _milliseconds(f: Callable[[], object]) -> float:
+    start = time.process_time()
+    f()
+    return (time.process_time() - start) * 1e3
+
+
+def imports() -> Figures:
+    """What each import adds to those before it; the first is what a program that only names tilewright pays."""
+
+    def load(name: str) -> float:
+        return _milliseconds(lambda: __import__(name))
+
+    return {
+        "import tilewright [ms]": load("tilewright"),
+        "import tilewright.dsl, after that [ms]": load("tilewright.dsl"),
+        "import torch, after that [ms]": load("torch"),
+        "import tilewright.ops, after that [ms]": load("tilewright.ops"),
+        "import sympy, after that [ms]": load("sympy"),
+    }
+
+
+def compile_cold() -> Figures:
+    """From the operator to something that runs, in a process that has not loaded SymPy."""
+    assert "sympy" not in sys.modules
+    return {f"{name}, SymPy not loaded [ms]": t for name, t in _compile().items()}
+
+
+def compile_warm() -> Figures:
+    """The same with SymPy loaded."""
+    import sympy  # noqa: F401  loaded beforehand, which is the point
+
+    return {f"{name}, SymPy loaded [ms]": t for name, t in _compile().items()}
+
+
+def _compile() -> Figures:
+    import torch
+    from workloads import SCALE, SHAPES, make
+
+    from tilewright.codegen_cache.bind import bind
+    from tilewright.dsl.dtypes import DTYPES
+    from tilewright.dsl.interp import Interpreter
+    from tilewright.dsl.lower import lower
+    from tilewright.dsl.schedule import Schedule
+    from tilewright.ops.flash_attention import flash_attention
+    from tilewright.ops.masks import mask_named
+
+    w = make(next(s for s in SHAPES if s.sinks), torch.float32)
+    mask = mask_named("bench", "causal", -1)
+    start = time.process_time()
+    spec = flash_attention.trace(mask=mask, with_lse=False)
+    traced = time.process_time()
+    arguments = {"q": w.q, "kv": w.cache().layer(0), "scale": SCALE, "sink": w.sinks}
+    binding = bind("bench", spec, arguments, w.offsets, {"out": DTYPES["float32"]}, {}).binding
+    bound = time.process_time()
+    program = lower(spec, binding, Schedule(rows=128, keys=256))
+    lowered = time.process_time()
+    Interpreter(program)
+    compiled = time.process_time()
+    again = _milliseconds(lambda: lower(spec, binding, Schedule(rows=1, keys=512)))
+    phases = {
+        "tracing": traced - start,
+        "lowering": lowered - bound,
+        "closures": compiled - lowered,
+        "tracing to closures": compiled - start - (bound - traced),
+    }
+    return {**{name: t * 1e3 for name, t in phases.items()}, "lowering under another schedule": again}
+
+
+def calls() -> Figures:
+    """The first call and later ones, for one row that sees one key: all of it is overhead."""
+    import torch
+    from attention import OURS, public_operator
+    from workloads import Shape, make
+
+    one = make(Shape("one row", (1,), (0,)), torch.float32)
+    call = public_operator(one)
+    out = {f"first call of {OURS}'s operator, imports of ops and torch done [ms]": _milliseconds(call)}
+    out["first call of another shape class (128 rows) [ms]"] = _milliseconds(
+        public_operator(make(Shape("128 rows", (128,), (0,)), torch.float32))
+    )
+    out["one-row call [us]"] = _per_call(call)
+    out["one-row call of 8 sequences [us]"] = _per_call(
+        public_operator(make(Shape("8 rows", (1,) * 8, (0,) * 8), torch.float32))
+    )
+    os.environ["TILEWRIGHT_VALIDATE"] = "0"
+    out["one-row call, TILEWRIGHT_VALIDATE=0 [us]"] = _per_call(call)
+    return out
+
+
+def _per_call(call: Callable[[], object]) -> float:
+    """Median microseconds of many short samples."""
+    call()
+    return statistics.median(_milliseconds(lambda: [call() for _ in range(20)]) / 20 * 1e3 for _ in range(25))
+
+
+def memory() -> Figures:
+    """Peak growth of resident memory over one call on a pool of a GiB, of which the call sees a quarter."""
+    import torch
+    from attention import public_operator
+    from workloads import DIM, HEADS, KV_HEADS, PAGE, Shape, Workload, make
+
+    out: Figures = {}
+    pages = (1 << 30) // (2 * KV_HEADS * PAGE * DIM * 2)
+    pool = [torch.empty(pages, KV_HEADS, PAGE, DIM, dtype=torch.bfloat16).fill_(0.25) for _ in range(2)]
+    for name, rows in {"decode": (1,) * 8, "prefill": (512,) * 8}.items():
+        cached = tuple(pages // 4 // 8 * PAGE - r for r in rows)
+        small = make(Shape(name, rows, (0,) * 8), torch.bfloat16)
+        table = torch.randperm(pages)[: pages // 4].view(8, -1).to(torch.int32)
+        lengths = torch.zeros(8, dtype=torch.int32)
+        w = Workload(
+            small.shape, "HND", torch.ones(sum(rows), HEADS, DIM, dtype=torch.bfloat16), *pool, table, lengths,
+            small.offsets, None,
+        )  # fmt: skip
+        call = public_operator(w)
+        call()  # compiles, and allocates what any call does, while next to no key is cached
+        lengths.copy_(torch.tensor(cached))
+        before = _resident(reset=True)
+        result = call()
+        out[f"peak growth, {name} of {sum(rows)} rows [MiB]"] = (_peak() - before) / MIB
+        assert bool((result == 0.25).all()), "a mean of equal values is that value"
+    out["(the keys and values each sees) [MiB]"] = sum(p.nbytes for p in pool) / 4 / MIB
+    return out
+
+
+def _status(field: str) -> int:
+    """Bytes, from /proc/self/status."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(f"{field}:"))
+    return int(line.split()[1]) << 10
+
+
+def _resident(*, reset: bool) -> int:
+    """Resident bytes now; `reset` makes them the peak so far."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _peak() -> int:
+    return _status("VmHWM")
+
+
+PROBES: dict[str, Callable[[], Figures]] = {p.__name__: p for p in (imports, compile_cold, compile_warm, calls, memory)}
+_FEWEST = {"memory": 1}  # processes; three for the others
+_MOST = 25
+
+
+# ---- the parent ------------------------------------------------------------------------------------------------------
+
+
+def measure(*, threads: int, seconds: float, advance: Callable[[str], None] = lambda name: None) -> list[Figure]:
+    """Every probe's figures, each probe in at least three processes (memory: one) and for its share of `seconds`.
+
+    Raises RuntimeError with the output of a probe that fails.
+    """
+    out: list[Figure] = []
+    for name in PROBES:
+        runs: list[Figures] = []
+        start = time.perf_counter()
+        share = seconds / len(PROBES)
+        while len(runs) < _FEWEST.get(name, 3) or (time.perf_counter() - start < share and len(runs) < _MOST):
+            advance(f"{name}, process {len(runs) + 1}")
+            runs.append(_process(name, threads))
+        for label in runs[0]:
+            quantity, _, unit = label.rstrip("]").rpartition(" [")
+            samples = [r[label] for r in runs]
+            out.append(Figure(quantity, unit, statistics.median(samples), _spread(samples), len(samples)))
+    return out
+
+
+def _spread(samples: list[float]) -> float:
+    from timing import spread
+
+    return spread(samples)
+
+
+def _process(probe: str, threads: int) -> Figures:
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    command = [sys.executable, __file__, probe]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError(f"probe {probe} failed:\n{done.stdout}{done.stderr}")
+    figures: Figures = json.loads(done.stdout)
+    return figures
+
+
+def show(figures: list[Figure], console: Console) -> None:
+    from rich.table import Table
+
+    table = Table(title="startup: CPU time in fresh processes", title_justify="left", header_style="bold")
+    table.add_column("what", no_wrap=True)
+    for heading in ("median", "", "spread", "processes"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for f in figures:
+        table.add_row(f.name, f"{f.median:.3g}", f.unit, f"{f.spread:.0%}", str(f.samples))
+    console.print(table)
+
+
+def as_json(figures: list[Figure]) -> list[dict[str, object]]:
+    return [asdict(f) for f in figures]
+
+
+if __name__ == "__main__":
+    print(json.dumps(PROBES[sys.argv[1]]()))
