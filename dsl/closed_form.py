@@ -14,6 +14,9 @@ from .scalars import OPS
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
+# The table's torch names are numpy's names too, for integer operations, but for these.
+_NUMPY = {"sub": "subtract", "mul": "multiply", "le": "less_equal", "lt": "less", "eq": "equal", "ne": "not_equal"}
+
 
 def evaluate(e: Expr, known: Mapping[str, Ints]) -> Ints:
     """An integer expression over scalars, elementwise over arrays of their values."""
@@ -23,8 +26,7 @@ def evaluate(e: Expr, known: Mapping[str, Ints]) -> Ints:
         case Var(name) | Param(name, (), _, ()):
             return known[name]
         case Op(name, args):
-            # the table's torch names are numpy's names too, for integer operations
-            result: Ints = getattr(np, OPS[name].torch)(*(evaluate(a, known) for a in args))
+            result: Ints = getattr(np, _NUMPY.get(name, OPS[name].torch))(*(evaluate(a, known) for a in args))
             return result
         case _:
             raise ValueError(f"not a closed form: {show(e)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -80,9 +81,10 @@ def _shows(k: CompiledKernel) -> bool:
 
 
 def _work(k: CompiledKernel, f: Frame, names: list[str], points: Iterator[tuple[int, ...]]) -> None:
-    for point in points:
-        f.scalars.update(zip(names, point, strict=True))
-        k.run(f)
+    with torch.no_grad():  # per thread; operators have no derivative
+        for point in points:
+            f.scalars.update(zip(names, point, strict=True))
+            k.run(f)
 
 
 def _count(e: Expr, k: CompiledKernel, f: Frame) -> int:
@@ -131,6 +133,16 @@ class _Shared(Iterator[tuple[int, ...]]):
 
 _POOLS: dict[int, ThreadPoolExecutor] = {}
 _POOLS_LOCK = threading.Lock()
+
+
+def _forget_pools() -> None:
+    """A forked child has the parent's pools without their threads."""
+    global _POOLS_LOCK
+    _POOLS.clear()
+    _POOLS_LOCK = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_pools)
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:

@@ -187,7 +187,7 @@ class _TileLoad:
         if good.all():
             return self.layout.tile(self._read(tensor, index, good))
         shape = np.broadcast_shapes(good.shape, *(i.shape for i in index))
-        out = torch.zeros((*shape, *tensor.shape[len(index) :]))
+        out = torch.zeros((*shape, *tensor.shape[len(index) :]), dtype=torch.float32)
         if good.any():
             along = [d for d in range(1 + dims) if good.shape[d] > 1]
             if len(along) == 1:  # rows past the end: read the others

@@ -49,7 +49,7 @@ def blank_tile(tile: Alloc, sizes: Mapping[str, int]) -> Array:
     """A tile before its first write, without storage of its own."""
     shape = (1, *(sizes[a] for a, _ in tile.axes))
     if tile.dtype.kind is Kind.FLOAT:
-        return torch.full((1,) * len(shape), blank(Kind.FLOAT)).expand(shape)
+        return torch.full((1,) * len(shape), blank(Kind.FLOAT), dtype=torch.float32).expand(shape)
     return np.broadcast_to(np.full((1,) * len(shape), blank(Kind.INT), np.int64), shape)
 
 
@@ -165,7 +165,10 @@ def _map(s: Map, scope: Scope, consumed: frozenset[str]) -> Do:
 
         def spread(f: Frame) -> None:
             x = run(f)
-            f.tiles[name] = torch.full(whole, x) if isinstance(x, int | float) else as_torch(x).expand(whole).clone()
+            if isinstance(x, int | float):
+                f.tiles[name] = torch.full(whole, x, dtype=torch.float32)
+            else:
+                f.tiles[name] = as_torch(x).to(torch.float32).expand(whole).clone()
 
         return spread
 

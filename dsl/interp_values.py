@@ -203,7 +203,9 @@ def _on_arrays(e: Op, runs: list[Run]) -> Run:
     if name == "where":
         c, a, b = runs
         select: Callable[..., Scalar] = torch.where if tensors else np.where
-        return lambda f: select(_tensor(c(f)) if tensors else c(f), a(f), b(f))
+        if tensors:  # one operand as a tensor: two numbers would take torch's default dtype
+            return lambda f: select(_tensor(c(f)), a(f), _operand(b(f), tensors))
+        return lambda f: select(c(f), a(f), b(f))
     if name == "float":
         (only,) = runs
         return lambda f: _tensor(only(f)).to(torch.float32)

@@ -29,4 +29,4 @@ def default_schedule(target: Target, binding: Binding, rows: int, batch: int) ->
     mean = -(-rows // max(1, batch))
     if mean <= 4:
         return Schedule(rows=max(1, mean), keys=512)
-    return Schedule(rows=min(128, 1 << (mean - 1).bit_length()), keys=256)
+    return Schedule(rows=min(128, 1 << (mean - 1).bit_length()))

@@ -1,4 +1,4 @@
-"""Times `generic_flash_attention_kv_cache_ragged_sink`, and the same operator under other schedules, against baselines."""
+"""Times the public attention operator, and the same declaration under other schedules, against baselines."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _workloads(match: str) -> Iterator[tuple[Workload, Tensor]]:
 
 
 def _methods(w: Workload, threads: int) -> dict[str, Method]:
-    """What is timed on a workload. Schedules and slow baselines only on the page order that a CPU is better served by."""
+    """What is timed on a workload; schedules and slow baselines on one page order only."""
     methods = {OURS: public_operator(w), BASELINE: torch_heads(w)}
     if threads > 1:
         methods[f"{BASELINE}, {threads} workers"] = torch_heads(w, workers=threads)
@@ -177,10 +177,10 @@ def show(results: list[Result], console: Console, clock: str) -> None:
             table.add_row(f"  {name}", *figures, f"{r.errors[name]:.0e}", str(t.samples), style=style)
     console.print(table)
     for r in results:
-        t, best = r.timings[OURS].ratio, r.best
+        ratio, best = r.timings[OURS].ratio, r.best
         verdict = "[green]meets[/]" if r.met else "[red]misses[/]"
         hint = "" if best == OURS else f"; best of its schedules {r.timings[best].ratio:.2f}x ({best})"
-        console.print(f"{r.workload}: {t:.2f}x {BASELINE}, {verdict} {GOAL:g}x{hint}", highlight=False)
+        console.print(f"{r.workload}: {ratio:.2f}x {BASELINE}, {verdict} {GOAL:g}x{hint}", highlight=False)
 
 
 def as_json(results: list[Result]) -> list[dict[str, object]]:

@@ -1,7 +1,7 @@
 """Baselines: what a user of torch would run on the same paged input, and the reference that all are checked against.
 
-Each is made by a function of a workload and is then called without arguments. What does not depend on the values (masks,
-positions) is made beforehand and not timed, which favours the baselines.
+Each is made by a function of a workload and is then called without arguments. Masks are made beforehand and not timed,
+which favours the baselines.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _unfolded(o: Tensor) -> Tensor:
 
 
 def sdpa(w: Workload) -> Method:
-    """Pages gathered, then torch's scaled_dot_product_attention, a call a sequence; equal one-row sequences in one call.
+    """Pages gathered, then torch's SDPA, a call a sequence; one-row sequences of equal length in one call.
 
     Groups are folded into rows, which is faster than `enable_gqa`, but where a prompt has no cached keys: there
     `is_causal` skips half of the work, which a mask would not. A sink is one more key, of a zero value.
@@ -90,7 +90,7 @@ def sdpa(w: Workload) -> Method:
 
     def call() -> Tensor:
         out = []
-        for n, (q, first, mask) in enumerate(zip(w.q.split(w.shape.rows), firsts, masks, strict=True)):
+        for n, (q, first, mask) in enumerate(zip(torch.split(w.q, list(w.shape.rows)), firsts, masks, strict=True)):
             k, v = _gathered(w, n, first)
             if plain and len(q) > 1 and w.shape.cached[n] == 0:
                 rows = q.transpose(0, 1)[None]
@@ -133,7 +133,7 @@ def eager(w: Workload) -> Method:
 
     def call() -> Tensor:
         out = []
-        for n, (q, first, hidden) in enumerate(zip(w.q.split(w.shape.rows), firsts, masks, strict=True)):
+        for n, (q, first, hidden) in enumerate(zip(torch.split(w.q, list(w.shape.rows)), firsts, masks, strict=True)):
             k, v = _gathered(w, n, first)
             s = torch.bmm(_folded(q), k.transpose(1, 2)).mul_(SCALE)
             if hidden is not None:
@@ -182,7 +182,7 @@ def _rows(w: Workload, q: Tensor, table: list[int], n: int, first: int, count: i
     start = w.shape.cached[n] + first
     end, window = start + count, w.shape.window
     position = torch.arange(start, end).repeat_interleave(GROUP)[:, None]
-    high = total = sums = None
+    state: tuple[Tensor, Tensor, Tensor] | None = None  # largest score, sum of weights, weighted sum of values
     for at, k, v in _key_tiles(w, table, w.shape.first_key(n, first), end, keys):
         s = torch.matmul(q, k.transpose(1, 2)).float()
         past_first_row = at + k.shape[1] > start + 1
@@ -191,16 +191,15 @@ def _rows(w: Workload, q: Tensor, table: list[int], n: int, first: int, count: i
             hidden = key > position if window is None else (key > position) | (key <= position - window)
             s.masked_fill_(hidden, -math.inf)
         top = s.amax(-1, keepdim=True)
-        top = (top if high is None else torch.maximum(high, top)).clamp_(min=-1e30)
+        top = (top if state is None else torch.maximum(state[0], top)).clamp_(min=-1e30)
         p = s.sub_(top).exp_()
-        added = torch.matmul(p.to(w.dtype), v).float()
-        if high is None or total is None or sums is None:
-            total, sums = p.sum(-1, keepdim=True), added
-        else:
-            shrink = (high - top).exp_()
-            total, sums = total.mul_(shrink).add_(p.sum(-1, keepdim=True)), sums.mul_(shrink).add_(added)
-        high = top
-    assert high is not None and total is not None and sums is not None  # a row sees itself
+        total, sums = p.sum(-1, keepdim=True), torch.matmul(p.to(w.dtype), v).float()
+        if state is not None:
+            shrink = (state[0] - top).exp_()
+            total, sums = state[1].mul_(shrink).add_(total), state[2].mul_(shrink).add_(sums)
+        state = top, total, sums
+    assert state is not None  # a row sees itself
+    high, total, sums = state
     if w.sinks is not None:
         sink = w.sinks.view(KV_HEADS, 1, GROUP).expand(-1, count, -1).reshape(KV_HEADS, -1, 1)
         total = total + (sink - high).exp()

@@ -1,4 +1,4 @@
-"""What comes before and around the arithmetic: importing, compiling, a call's overhead, memory. Each in fresh processes.
+"""What comes before and around the arithmetic: imports, compiling, a call's overhead, memory; in fresh processes.
 
 As a script, `startup.py PROBE` runs one probe and prints its figures as JSON; `measure` starts such processes.
 """
@@ -12,13 +12,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # a probe of imports must not find them already done
     from rich.console import Console
-    from workloads import Workload
 
 MIB = 1 << 20
 
@@ -45,19 +44,17 @@ def _milliseconds(f: Callable[[], object]) -> float:
     return (time.process_time() - start) * 1e3
 
 
-def imports() -> Figures:
-    """What each import adds to those before it; the first is what a program that only names tilewright pays."""
-
-    def load(name: str) -> float:
-        return _milliseconds(lambda: __import__(name))
-
-    return {
-        "import tilewright [ms]": load("tilewright"),
-        "import tilewright.dsl, after that [ms]": load("tilewright.dsl"),
-        "import torch, after that [ms]": load("torch"),
-        "import tilewright.ops, after that [ms]": load("tilewright.ops"),
-        "import sympy, after that [ms]": load("sympy"),
-    }
+# Run bare: this file's own imports would hide what a package imports of the standard library.
+_IMPORTS = """
+from time import process_time
+figures = {}
+for name in "tilewright", "tilewright.dsl", "torch", "tilewright.ops", "sympy":
+    start = process_time()
+    __import__(name)
+    figures[f"import {name}{', after that' * bool(figures)} [ms]"] = (process_time() - start) * 1e3
+import json
+print(json.dumps(figures))
+"""
 
 
 def compile_cold() -> Figures:
@@ -110,19 +107,21 @@ def _compile() -> Figures:
 def calls() -> Figures:
     """The first call and later ones, for one row that sees one key: all of it is overhead."""
     import torch
-    from attention import OURS, public_operator
+    from attention import BASELINE, public_operator
+    from peers import torch_heads
     from workloads import Shape, make
 
     one = make(Shape("one row", (1,), (0,)), torch.float32)
     call = public_operator(one)
-    out = {f"first call of {OURS}'s operator, imports of ops and torch done [ms]": _milliseconds(call)}
-    out["first call of another shape class (128 rows) [ms]"] = _milliseconds(
+    out = {"first call, torch and tilewright.ops loaded, SymPy not [ms]": _milliseconds(call)}
+    out["first call under another schedule (128 rows) [ms]"] = _milliseconds(
         public_operator(make(Shape("128 rows", (128,), (0,)), torch.float32))
     )
     out["one-row call [us]"] = _per_call(call)
-    out["one-row call of 8 sequences [us]"] = _per_call(
+    out["call of 8 one-row sequences [us]"] = _per_call(
         public_operator(make(Shape("8 rows", (1,) * 8, (0,) * 8), torch.float32))
     )
+    out[f"one-row call of {BASELINE}, which checks nothing [us]"] = _per_call(torch_heads(one))
     os.environ["TILEWRIGHT_VALIDATE"] = "0"
     out["one-row call, TILEWRIGHT_VALIDATE=0 [us]"] = _per_call(call)
     return out
@@ -138,28 +137,26 @@ def memory() -> Figures:
     """Peak growth of resident memory over one call on a pool of a GiB, of which the call sees a quarter."""
     import torch
     from attention import public_operator
-    from workloads import DIM, HEADS, KV_HEADS, PAGE, Shape, Workload, make
+    from workloads import DIM, KV_HEADS, PAGE, Shape, make
 
     out: Figures = {}
     pages = (1 << 30) // (2 * KV_HEADS * PAGE * DIM * 2)
     pool = [torch.empty(pages, KV_HEADS, PAGE, DIM, dtype=torch.bfloat16).fill_(0.25) for _ in range(2)]
-    for name, rows in {"decode": (1,) * 8, "prefill": (512,) * 8}.items():
+    for name, rows in {"decode": (1,) * 8, "prefill": (64,) * 8}.items():
         cached = tuple(pages // 4 // 8 * PAGE - r for r in rows)
         small = make(Shape(name, rows, (0,) * 8), torch.bfloat16)
         table = torch.randperm(pages)[: pages // 4].view(8, -1).to(torch.int32)
         lengths = torch.zeros(8, dtype=torch.int32)
-        w = Workload(
-            small.shape, "HND", torch.ones(sum(rows), HEADS, DIM, dtype=torch.bfloat16), *pool, table, lengths,
-            small.offsets, None,
-        )  # fmt: skip
+        w = replace(small, k_pages=pool[0], v_pages=pool[1], table=table, cached=lengths)
         call = public_operator(w)
         call()  # compiles, and allocates what any call does, while next to no key is cached
         lengths.copy_(torch.tensor(cached))
         before = _resident(reset=True)
         result = call()
-        out[f"peak growth, {name} of {sum(rows)} rows [MiB]"] = (_peak() - before) / MIB
+        shown = f"{name} of {sum(rows)} rows, {result.nbytes / MIB:.2g} MiB of them its result"
+        out[f"peak growth, {shown} [MiB]"] = (_peak() - before) / MIB
         assert bool((result == 0.25).all()), "a mean of equal values is that value"
-    out["(the keys and values each sees) [MiB]"] = sum(p.nbytes for p in pool) / 4 / MIB
+    out["keys and values that each of the two sees [MiB]"] = sum(p.nbytes for p in pool) / 4 / MIB
     return out
 
 
@@ -180,7 +177,8 @@ def _peak() -> int:
     return _status("VmHWM")
 
 
-PROBES: dict[str, Callable[[], Figures]] = {p.__name__: p for p in (imports, compile_cold, compile_warm, calls, memory)}
+PROBES: dict[str, Callable[[], Figures]] = {p.__name__: p for p in (compile_cold, compile_warm, calls, memory)}
+_ALL = ("imports", *PROBES)
 _FEWEST = {"memory": 1}  # processes; three for the others
 _MOST = 25
 
@@ -194,10 +192,10 @@ def measure(*, threads: int, seconds: float, advance: Callable[[str], None] = la
     Raises RuntimeError with the output of a probe that fails.
     """
     out: list[Figure] = []
-    for name in PROBES:
+    for name in _ALL:
         runs: list[Figures] = []
         start = time.perf_counter()
-        share = seconds / len(PROBES)
+        share = seconds / len(_ALL)
         while len(runs) < _FEWEST.get(name, 3) or (time.perf_counter() - start < share and len(runs) < _MOST):
             advance(f"{name}, process {len(runs) + 1}")
             runs.append(_process(name, threads))
@@ -216,8 +214,8 @@ def _spread(samples: list[float]) -> float:
 
 def _process(probe: str, threads: int) -> Figures:
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    command = [sys.executable, __file__, probe]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    arguments = [__file__, probe] if probe in PROBES else ["-c", _IMPORTS]
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise RuntimeError(f"probe {probe} failed:\n{done.stdout}{done.stderr}")
     figures: Figures = json.loads(done.stdout)
@@ -232,7 +230,13 @@ def show(figures: list[Figure], console: Console) -> None:
     for heading in ("median", "", "spread", "processes"):
         table.add_column(heading, justify="right", no_wrap=True)
     for f in figures:
-        table.add_row(f.name, f"{f.median:.3g}", f.unit, f"{f.spread:.0%}", str(f.samples))
+        table.add_row(
+            f.name,
+            f"{f.median:.0f}" if f.median >= 100 else f"{f.median:.3g}",
+            f.unit,
+            f"{f.spread:.0%}",
+            str(f.samples),
+        )
     console.print(table)
 
 

@@ -117,7 +117,7 @@ def make(shape: Shape, dtype: torch.dtype) -> Workload:
     counts = [math.ceil(n / PAGE) for n in shape.keys]
     order = torch.randperm(sum(counts), generator=g).to(torch.int32)
     table = torch.full((len(counts), max(counts)), -1, dtype=torch.int32)
-    for n, pages in enumerate(order.split(counts)):
+    for n, pages in enumerate(torch.split(order, counts)):
         table[n, : len(pages)] = pages
     return Workload(
         shape=shape,

@@ -1,0 +1,189 @@
+"""The `tilewright` command. Only options are read here; what the verbs do is in `commands` and `demo`, loaded when used."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import asdict
+from typing import TypeVar
+
+import click
+
+from . import __version__
+
+F = TypeVar("F", bound=Callable[..., None])
+
+FLOATS = ("float32", "float16", "bfloat16")
+POSITIVE = click.IntRange(min=1)
+
+
+class Verbs(click.Group):
+    """A group whose verbs end every error made on purpose as one message and an exit status, without a traceback."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except (click.exceptions.Exit, click.ClickException, click.Abort):
+            raise
+        except Exception as e:
+            from .commands.output import report
+
+            status = report(e)
+            if status is None:
+                raise
+            ctx.exit(status)
+
+
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="tilewright")
+def main() -> None:
+    """A declarative tile language for attention kernels, and its compiler.
+
+    Exit status: 0 all went well, 1 a check failed or an operator is wrong, 2 something on the command line is. With
+    TILEWRIGHT_DEBUG=1 an error shows its traceback.
+    """
+
+
+def _options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    """Several options as one decorator, in the order of the help page."""
+
+    def decorate(f: F) -> F:
+        for d in reversed(decorators):
+            f = d(f)
+        return f
+
+    return decorate
+
+
+operator_options = _options(
+    click.argument("op", metavar="OP|FILE.py:NAME"),
+    click.option("--set", "constants", multiple=True, metavar="CONST=VALUE", help="A compile-time constant: a mask by name "
+                 "(sliding_window_causal:128), a number, true, false, none, a string. OPERAND=none leaves out an optional one."),
+    click.option("--heads", type=POSITIVE, default=8, show_default=True, help="Query heads."),
+    click.option("--kv-heads", type=POSITIVE, help="Key-value heads.  [default: 2, or 1 where heads are summed]"),
+    click.option("--dim", "dims", multiple=True, metavar="AXIS=N", help="Extent of any other axis.  [default: 64]"),
+    click.option("--page-size", type=POSITIVE, default=16, show_default=True, help="Keys in a page."),
+    click.option("--dtype", type=click.Choice(FLOATS), default="float32", show_default=True, help="Of tensors and caches."),
+    click.option("--cache-dtype", type=click.Choice((*FLOATS, "float8_e4m3fn")), help="Of caches alone; float8 has scales."),
+    click.option("--schedule", metavar="FIELD=N,...", help="Fields of the schedule: rows=16,keys=64."),
+)  # fmt: skip
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+
+
+@main.command()
+@operator_options
+@click.option(
+    "--level",
+    metavar="spec|tiles|loops",
+    default="loops",
+    show_default=True,
+    help="The traced operator, the tile program without sizes, or the loop nest under a schedule.",
+)
+@click.option("--after", metavar="PASS|all", help="The loop nest after one pass, or after each in turn.")
+@json_option
+def show(
+    op: str,
+    constants: tuple[str, ...],
+    schedule: str | None,
+    level: str,
+    after: str | None,
+    as_json: bool,
+    **shape: object,
+) -> None:
+    """Print an operator at any level, after any pass.
+
+    OP is an operator of the library or a public function that runs one; FILE.py:NAME is one of yours.
+
+    \b
+    Examples:
+      tilewright show flash_attention --level spec
+      tilewright show flash_attention --set mask=sliding_window_causal:128 --set sink=none --schedule rows=16,keys=64
+      tilewright show mine.py:alibi --after bound_key_loops
+    """
+    from .commands import options as read
+    from .commands import show as levels
+    from .commands.operators import authors_errors, find
+    from .commands.output import echo_json, echo_program
+    from .dsl.schedule import Schedule
+    from .random_inputs import binding_of
+
+    operator = find(op).operator
+    sizes = read.sizes(**shape)  # type: ignore[arg-type]  # click has read them by their types
+    with authors_errors(operator.loc.file, f"tracing {operator.name}"):
+        spec = operator.trace(**read.constants(operator, constants))
+    chosen = read.schedule(schedule, Schedule())
+    stages = levels.stages(spec, binding_of(spec, sizes), chosen, level, after)
+    if as_json:
+        shown = {"schedule": asdict(chosen)} if level == "loops" else {}
+        echo_json({"operator": operator.name, "level": level, **shown, "stages": [asdict(s) for s in stages]})
+    elif after == "all":
+        for s in stages:
+            click.secho(f"-- after {s.name}" + ("" if s.changed else " (unchanged)"), bold=True)
+            if s.changed:
+                echo_program(s.text)
+    else:
+        echo_program(stages[0].text)
+
+
+@main.command()
+@operator_options
+@click.option("--random", "seed", type=int, default=0, show_default=True, metavar="SEED", help="Seed of the inputs.")
+@click.option("--rows", metavar="N,...", default="5,1,16", show_default=True, help="Query rows of each sequence.")
+@click.option("--cached", metavar="N,...", default="3,70,0", show_default=True, help="Tokens of each cached before.")
+@click.option(
+    "--arg", "arguments", multiple=True, metavar="NAME=NUMBER", help="A scalar, or what a tensor is filled with."
+)
+@click.option("--target", help="Where to run; by default as tilewright.run chooses.")
+@click.option("--check", is_flag=True, help="Require a reference to compare with.")
+@click.option("--tolerance", type=float, help="Largest error allowed.  [default: 1e-5 for float32, by dtype]")
+@click.option("--repeat", type=POSITIVE, default=5, show_default=True, help="Timed calls; their median is shown.")
+@click.option("--trace", is_flag=True, help="Print executed statements, with the numbers they made.")
+@click.option("--trace-limit", type=POSITIVE, default=200, show_default=True, help="Statements to print.")
+@json_option
+def run(
+    op: str, constants: tuple[str, ...], arguments: tuple[str, ...], schedule: str | None, seed: int, target: str | None,
+    check: bool, tolerance: float | None, repeat: int, trace: bool, trace_limit: int, as_json: bool, **shape: object,
+) -> None:  # fmt: skip
+    """Run an operator on random ragged, paged inputs made from its declaration.
+
+    Pages lie in random order, unused slots hold NaN, unused table entries hold junk. Outputs are compared with a dense
+    reference in float64: the library's, or NAME_reference in your file, called once a sequence with keyword arguments
+    named as the operator's parameters (keys as kv.k [heads, keys, dim]), pos and key. See tilewright.references.
+
+    \b
+    Examples:
+      tilewright run flash_attention --rows 5,1,16 --cached 3,70,0 --set mask=causal --check
+      tilewright run mine.py:alibi --random 7 --arg scale=0.1 --schedule rows=4,keys=32 --trace
+    """
+    from .commands import options as read
+    from .commands import run as runs
+    from .commands.operators import authors_errors, find
+    from .commands.output import echo_json
+    from .commands.report import Report
+    from .random_inputs import random_inputs
+
+    found = find(op, need_reference=check)
+    operator = found.operator
+    sizes = read.sizes(**shape)  # type: ignore[arg-type]  # click has read them by their types
+    lines: list[str] = []
+    # What the author prints must not end up inside the document.
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        with authors_errors(operator.loc.file, f"tracing {operator.name}"):
+            wanted, given = read.constants(operator, constants), read.arguments(operator, arguments)
+            inputs = random_inputs(operator, wanted, sizes, seed, given)
+        plan, executed = runs.plan(inputs, schedule, target), None
+        if trace:
+            ran, executed = runs.trace(plan, lines.append if as_json else click.echo, trace_limit)
+        else:
+            ran = runs.execute(plan, repeat)
+        comparisons = found.compare(inputs, ran.outputs, tolerance)
+    report = Report(plan, seed, ran, found.reference_name, comparisons, lines, executed)
+    if as_json:
+        echo_json(report.document())
+    else:
+        if executed is not None and executed > trace_limit:
+            click.echo(f"... {executed - trace_limit} more statements; --trace-limit shows more")
+        for line in report.lines():
+            click.echo(line)
+    sys.exit(0 if report.ok else 1)

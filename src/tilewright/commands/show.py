@@ -1,0 +1,59 @@
+"""`tilewright show`: any level of an operator as text, after any pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright.dsl.build import build
+from tilewright.dsl.loops import Program
+from tilewright.dsl.lower import PASSES, lower
+from tilewright.dsl.printer import show_program, show_spec, show_tile_program
+from tilewright.dsl.schedule import Binding, Schedule
+from tilewright.dsl.spec import Spec
+
+from .errors import BadOption
+
+LEVELS = ("spec", "tiles", "loops")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The text of one level, or of the loops after one pass; `changed` where it differs from the stage before."""
+
+    name: str
+    text: str
+    changed: bool = True
+
+
+def passes() -> tuple[str, ...]:
+    return tuple(p.__name__ for p in PASSES)
+
+
+def stages(spec: Spec, binding: Binding, schedule: Schedule, level: str, after: str | None) -> list[Stage]:
+    """What to print: one stage, or with after="all" the loops after every pass.
+
+    Raises BadOption for an unknown pass or a pass of another level, IllegalSchedule as lowering does.
+    """
+    if after is not None and level != "loops":
+        raise BadOption(option="--after", value=after, problem=f"passes make the loops level, not {level}")
+    if after is not None and after not in (*passes(), "all"):
+        raise BadOption(option="--after", value=after, problem=f"no such pass; known: {', '.join(passes())}, all")
+    if level == "spec":
+        return [Stage("spec", show_spec(spec))]
+    if level == "tiles":
+        return [Stage("tiles", show_tile_program(build(spec)))]
+    every = _every_pass(spec, binding, schedule)
+    if after == "all":
+        return every
+    return [next(s for s in every if s.name == (after or every[-1].name))]
+
+
+def _every_pass(spec: Spec, binding: Binding, schedule: Schedule) -> list[Stage]:
+    out: list[Stage] = []
+
+    def watch(name: str, program: Program) -> None:
+        text = show_program(program)
+        out.append(Stage(name, text, not out or text != out[-1].text))
+
+    lower(spec, binding, schedule, watch=watch)
+    return out
