@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,7 +31,7 @@ from .checks import (
     expect_shape,
     is_writable,
 )
-from .programs import program_for
+from .programs import Ready, program_for
 from .validate import validate
 
 
@@ -97,21 +97,35 @@ def run(
     checked = knobs.VALIDATE.get()
     if checked is not False:
         expect_row_offsets(op, names["offsets"], offsets, batch=bound.batch, rows=bound.rows)
-    chosen_schedule = schedule or _with_partitions(
-        default_schedule(chosen, bound.binding, bound.rows, bound.batch), partitions
-    )
-    ready = program_for(spec, operator.loc, bound.binding, chosen_schedule, chosen, check_finite=checked is True)
+    default = replace(default_schedule(chosen, bound.binding, bound.rows, bound.batch), partitions=partitions)
+    ready = program_for(spec, operator.loc, bound.binding, schedule or default, chosen, check_finite=checked is True)
     if checked is not False:
-        host = offsets.to(torch.int64).numpy()
-        validate(op, spec, ready.program, bound, np.asarray(host, np.int64), names)
+        validate(op, spec, ready.program, bound, offsets.to(torch.int64).numpy(), names)
     if bound.rows:
-        start = time.perf_counter()
-        ready.interpreter.run(
-            {**bound.tensors, "offsets": offsets, **results}, bound.scalars, threads=knobs.THREADS.get()
-        )
-        if knobs.DEBUG.get() >= 2:
-            print(f"-- {op} ran in {(time.perf_counter() - start) * 1e3:.2f} ms", file=sys.stderr)
+        _execute(op, ready, bound, offsets, results, set(given), checked is True)
     return results
+
+
+def _execute(
+    op: str,
+    ready: Ready,
+    bound: Bound,
+    offsets: Tensor,
+    results: dict[str, Tensor],
+    given: set[str],
+    checks_contents: bool,
+) -> None:
+    """Run the program. One that may yet refuse a value leaves the caller's buffers alone until it has finished."""
+    start = time.perf_counter()
+    may_fail = contents or not all(r.exact for r in ready.program.reach)
+    made = {n: torch.empty_like(t) if may_fail and n in given else t for n, t in results.items()}
+    tensors = {**bound.tensors, "offsets": offsets, **made}
+    ready.interpreter.run(tensors, bound.scalars, threads=knobs.THREADS.get())
+    for n, t in results.items():
+        if made[n] is not t:
+            t.copy_(made[n])
+    if knobs.DEBUG.get() >= 2:
+        print(f"-- {op} ran in {(time.perf_counter() - start) * 1e3:.2f} ms", file=sys.stderr)
 
 
 def _trace(op: str, operator: Operator, arguments: Mapping[str, object], constants: Mapping[str, object]) -> Spec:
@@ -131,12 +145,6 @@ def _output_dtype(name: str, given: Mapping[str, Tensor], wanted: Mapping[str, D
     if name in wanted:
         return wanted[name]
     return dtype_of(given[name]) if name in given else DTYPES["float32"]
-
-
-def _with_partitions(schedule: Schedule, partitions: int) -> Schedule:
-    from dataclasses import replace
-
-    return replace(schedule, partitions=partitions)
 
 
 def _results(

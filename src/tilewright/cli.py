@@ -1,4 +1,4 @@
-"""The `tilewright` command. Only options are read here; what the verbs do is in `commands` and `demo`, loaded when used."""
+"""The `tilewright` command: its options. What verbs do is in `commands` and `demo`, loaded when a verb runs."""
 
 from __future__ import annotations
 
@@ -58,14 +58,16 @@ def _options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
 
 operator_options = _options(
     click.argument("op", metavar="OP|FILE.py:NAME"),
-    click.option("--set", "constants", multiple=True, metavar="CONST=VALUE", help="A compile-time constant: a mask by name "
-                 "(sliding_window_causal:128), a number, true, false, none, a string. OPERAND=none leaves out an optional one."),
+    click.option("--set", "constants", multiple=True, metavar="CONST=VALUE", help=(
+        "A compile-time constant: a mask by name (sliding_window_causal:128), a number, true, false, none, a string. "
+        "OPERAND=none leaves out an optional operand."
+    )),
     click.option("--heads", type=POSITIVE, default=8, show_default=True, help="Query heads."),
     click.option("--kv-heads", type=POSITIVE, help="Key-value heads.  [default: 2, or 1 where heads are summed]"),
     click.option("--dim", "dims", multiple=True, metavar="AXIS=N", help="Extent of any other axis.  [default: 64]"),
     click.option("--page-size", type=POSITIVE, default=16, show_default=True, help="Keys in a page."),
-    click.option("--dtype", type=click.Choice(FLOATS), default="float32", show_default=True, help="Of tensors and caches."),
-    click.option("--cache-dtype", type=click.Choice((*FLOATS, "float8_e4m3fn")), help="Of caches alone; float8 has scales."),
+    click.option("--dtype", type=click.Choice(FLOATS), default="float32", show_default=True, help="Of all tensors."),
+    click.option("--cache-dtype", type=click.Choice((*FLOATS, "float8_e4m3fn")), help="Of caches; float8 has scales."),
     click.option("--schedule", metavar="FIELD=N,...", help="Fields of the schedule: rows=16,keys=64."),
 )  # fmt: skip
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -142,8 +144,8 @@ def show(
 @click.option("--trace-limit", type=POSITIVE, default=200, show_default=True, help="Statements to print.")
 @json_option
 def run(
-    op: str, constants: tuple[str, ...], arguments: tuple[str, ...], schedule: str | None, seed: int, target: str | None,
-    check: bool, tolerance: float | None, repeat: int, trace: bool, trace_limit: int, as_json: bool, **shape: object,
+    op: str, constants: tuple[str, ...], arguments: tuple[str, ...], schedule: str | None, seed: int,
+    target: str | None, check: bool, tolerance: float | None, repeat: int, trace: bool, trace_limit: int, as_json: bool, **shape: object,
 ) -> None:  # fmt: skip
     """Run an operator on random ragged, paged inputs made from its declaration.
 

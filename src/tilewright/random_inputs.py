@@ -1,8 +1,8 @@
 """Random ragged, paged inputs for any operator, made by kind from its declaration.
 
-Page tables, offsets and scales are structurally valid, and everything an operator must not touch is made to show if it
-is touched: pages lie in random order, unused slots hold NaN, unused table entries hold junk. What was stored can be read
-back dense, sequence by sequence in float64, for a reference to compute with.
+Page tables, offsets and scales are structurally valid, and what an operator must not touch is made to show when it is
+touched: pages lie in random order, unused slots hold NaN, unused table entries hold junk. What was stored can be read back
+dense, sequence by sequence in float64, for a reference to compute with.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Sizes:
 class DenseLeaf:
     """One sequence's rows of a paged cache, in float64, stored values times their scales.
 
-    k: [heads, keys, dim], v: [heads, keys, value_dim], None in a cache of keys alone. Per query head: the rows of a key-value
-    head stand once for each head of its group.
+    k: [heads, keys, dim], v: [heads, keys, value_dim], None in a cache of keys alone. Per query head: the rows of a
+    key-value head stand once for each head of its group.
     """
 
     k: Tensor
@@ -62,7 +62,8 @@ class DenseLeaf:
 class Inputs:
     """A generated call of an operator: what `tilewright.run` takes, and the same numbers dense.
 
-    arguments: a value per run-time parameter, None for an optional operand left out; input_row_offsets: [batch + 1] int32.
+    arguments: a value per run-time parameter, None for an optional operand left out
+    input_row_offsets: [batch + 1] int32
     """
 
     operator: Operator
@@ -110,8 +111,9 @@ def random_inputs(
     constants: compile-time constants, and None for each optional operand to leave out.
     given: values of parameters to use instead: a number for a scalar, or to fill a tensor with.
 
-    Scalars are 1, but for `scale`, which is (key width) ** -0.5. Floats are normal; integers lie below the smallest extent
-    of any feature axis, so that they can be positions in one. Raises ArgumentValueError for sizes that do not fit together.
+    Scalars are 1, but for `scale`, which is (key width) ** -0.5. Floats are normal; integers lie below the smallest
+    extent of any feature axis, so that they can be positions in one. Raises ArgumentValueError for sizes that do not fit
+    together.
     """
     spec = operator.trace(**constants)
     gen, size = torch.Generator().manual_seed(seed), extents(spec, sizes)
@@ -241,9 +243,14 @@ def _leaf(p: Declared, spec: Spec, sizes: Sizes, size: Mapping[str, int], gen: t
 
     def cache(lengths: tuple[int, ...]) -> PagedKVCache:
         return PagedKVCache.from_block_table(
-            pools[0], pools[1] if bound.values else None, table, torch.tensor(lengths, dtype=torch.int32),
-            k_scales=scales[0], v_scales=scales[1] if bound.values else None, quantization_granularity=bound.granularity,
-        )  # fmt: skip
+            pools[0],
+            pools[1] if bound.values else None,
+            table,
+            torch.tensor(lengths, dtype=torch.int32),
+            k_scales=scales[0],
+            v_scales=scales[1] if bound.values else None,
+            quantization_granularity=bound.granularity,
+        )
 
     offsets = torch.tensor([0, *sizes.num_keys]).cumsum(0)
     empty = cache((0,) * len(sizes.rows))

@@ -1,14 +1,16 @@
 """Dense references in float64, and comparing what an operator computed with one.
 
-A reference of operator NAME is an ordinary function, `NAME_reference` (or `reference`) beside it. It is called once for each
-sequence that has rows, with keyword arguments only, and takes whichever of these it names:
+A reference of operator NAME is an ordinary function, `NAME_reference` (or `reference`) beside it. It is called once for
+each sequence that has rows, with keyword arguments only, and takes whichever of these it names:
 
-    a parameter of the operator     tensors: this sequence's rows where the tensor has a row axis, its entry where it has a
-                                    seq axis, else all of it, as float64 or int64 torch tensors; scalars: the number; None
-                                    for an optional operand that was left out; paged caches: `.k` [heads, keys, dim] and
-                                    `.v` [heads, keys, value_dim], once per query head, stored values times their scales
-    a constant of the operator      as given: a mask is a function of (query, key) positions, or None
-    pos, key, num_keys, seq         positions of the rows [rows] and keys [keys], how many keys, which sequence
+    a tensor        this sequence's rows where it has a row axis, its entry where it has a seq axis, else all of it, as
+                    float64 or int64 torch tensors; None for an optional one that was left out
+    a scalar        the number
+    a paged cache   `.k` [heads, keys, dim] and `.v` [heads, keys, value_dim], once per query head, so that heads need no
+                    grouping; float64, stored values times their scales
+    a constant      as given: a mask is a function of (query, key) positions, or None
+    pos, key        positions of the rows [rows] and of the keys [keys], int64
+    num_keys, seq   how many keys, which sequence
 
 It returns what the operator returns: an array [rows, ...], or a dict of named ones.
 """
@@ -16,9 +18,9 @@ It returns what the operator returns: an array [rows, ...], or a dict of named o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FunctionType
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,6 +29,8 @@ from tilewright.dsl.errors import AuthorError
 from tilewright.dsl.source import Loc
 
 from .random_inputs import DenseLeaf, Inputs
+
+Reference: TypeAlias = Callable[..., object]
 
 # What float32 sums and one rounding of the output cost, relative above 1 and absolute below.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -40,7 +44,7 @@ class BadReference(AuthorError, TypeError):
 
 @dataclass(frozen=True)
 class Comparison:
-    """One output against its reference: the largest |got - want| / max(1, |want|), inf where one of them is not finite."""
+    """One output against its reference. `error` is the largest |got - want| / max(1, |want|); see `worst_error`."""
 
     output: str
     error: float
@@ -51,7 +55,7 @@ class Comparison:
         return self.error <= self.tolerance
 
 
-def reference_outputs(reference: FunctionType, inputs: Inputs) -> dict[str, Tensor]:
+def reference_outputs(reference: Reference, inputs: Inputs) -> dict[str, Tensor]:
     """The reference's named outputs [rows, ...] in float64, sequence by sequence; rows in the call's order.
 
     Raises BadReference for a function that asks for something it cannot have, or returns something else than it should.
@@ -74,14 +78,14 @@ def reference_outputs(reference: FunctionType, inputs: Inputs) -> dict[str, Tens
     return {n: torch.cat(parts) if parts else torch.empty(0) for n, parts in found.items()}
 
 
-def _rows(reference: FunctionType, output: str, value: object, count: int) -> Tensor:
+def _rows(reference: Reference, output: str, value: object, count: int) -> Tensor:
     t = torch.as_tensor(value) if value is not None else torch.empty(0)
     if t.ndim == 0 or t.shape[0] != count:
         raise _bad(reference, f"output {output!r} has shape {list(t.shape)} for a sequence of {count} rows")
     return t.to(torch.float64)
 
 
-def _parameters(reference: FunctionType, inputs: Inputs) -> list[str]:
+def _parameters(reference: Reference, inputs: Inputs) -> list[str]:
     known = {*inputs.arguments, *inputs.constants, "pos", "key", "num_keys", "seq"}
     parameters = inspect.signature(reference).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -92,10 +96,18 @@ def _parameters(reference: FunctionType, inputs: Inputs) -> list[str]:
     return required
 
 
-def _bad(reference: FunctionType, problem: str) -> BadReference:
-    code = reference.__code__
-    loc = Loc(code.co_filename, code.co_firstlineno, 0, 1)
-    return BadReference(loc=loc, name=reference.__name__, problem=problem)
+def _bad(reference: Reference, problem: str) -> BadReference:
+    return BadReference(loc=place_of(reference), name=name_of(reference), problem=problem)
+
+
+def name_of(reference: Reference) -> str:
+    return getattr(reference, "__name__", "reference")
+
+
+def place_of(reference: Reference) -> Loc | None:
+    """Where it is defined; None for a callable that is not a function."""
+    code = getattr(reference, "__code__", None)
+    return None if code is None else Loc(code.co_filename, code.co_firstlineno, 0, 1)
 
 
 def compare(got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: float | None = None) -> list[Comparison]:
@@ -136,4 +148,4 @@ def flash_attention(
     return {"out": out, "lse": torch.logsumexp(scores, -1).T} if with_lse else {"out": out}
 
 
-LIBRARY: dict[str, FunctionType] = {"flash_attention": flash_attention}
+LIBRARY: dict[str, Reference] = {"flash_attention": flash_attention}

@@ -10,18 +10,20 @@ from dataclasses import dataclass
 from importlib import import_module, util
 from pathlib import Path
 from pkgutil import iter_modules
-from types import FunctionType, ModuleType
-
-from torch import Tensor
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from tilewright.dsl.errors import TilewrightError
 from tilewright.dsl.lang import Operator
 from tilewright.dsl.source import Loc
-
-from tilewright.random_inputs import Inputs
-from tilewright.references import LIBRARY, Comparison, compare, reference_outputs
+from tilewright.references import LIBRARY, Comparison, Reference, compare, name_of, place_of, reference_outputs
 
 from .errors import BadOption, BrokenFile
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tilewright.random_inputs import Inputs
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,11 @@ class Found:
     """An operator, and the reference it can be compared with, where there is one."""
 
     operator: Operator
-    reference: FunctionType | None
+    reference: Reference | None
 
     @property
     def reference_name(self) -> str | None:
-        return None if self.reference is None else f"{self.reference.__name__} in float64"
+        return None if self.reference is None else f"{name_of(self.reference)} in float64"
 
     def compare(
         self, inputs: Inputs, outputs: Mapping[str, Tensor], tolerance: float | None
@@ -41,7 +43,8 @@ class Found:
         """Each output against the reference; None without one. Raises BrokenFile where the reference raises."""
         if self.reference is None:
             return None
-        with authors_errors(self.reference.__code__.co_filename, f"running {self.reference.__name__}"):
+        place = place_of(self.reference)
+        with authors_errors(place.file if place else "", f"running {name_of(self.reference)}"):
             return compare(outputs, reference_outputs(self.reference, inputs), tolerance)
 
 
@@ -111,7 +114,7 @@ def _in_file(text: str) -> Found:
         problem = f"{name!r} is a {kind}, not an operator: is @op missing? {declared}"
         raise BadOption(option="OP", value=text, problem=problem)
     reference = getattr(module, f"{name}_reference", None) or getattr(module, "reference", None)
-    return Found(operators[name], reference if isinstance(reference, FunctionType) else None)
+    return Found(operators[name], reference if callable(reference) else None)
 
 
 def load(path: Path) -> ModuleType:
@@ -151,8 +154,8 @@ def authors_errors(file: str, doing: str) -> Iterator[None]:
         raise
     except SyntaxError as e:
         start, end = (e.offset or 1) - 1, (e.end_offset or 0) - 1
-        loc = Loc(e.filename or file, e.lineno or 1, start, max(end, start + 1))
-        raise BrokenFile(loc=loc, error=f"{type(e).__name__}: {e.msg}", doing=doing) from e
+        at = Loc(e.filename or file, e.lineno or 1, start, max(end, start + 1))
+        raise BrokenFile(loc=at, error=f"{type(e).__name__}: {e.msg}", doing=doing) from e
     except (Exception, SystemExit) as e:
         loc = _innermost(e, file)
         if loc is None:

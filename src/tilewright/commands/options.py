@@ -44,8 +44,8 @@ def integers(option: str, text: str) -> tuple[int, ...]:
 def constants(operator: Operator, texts: Sequence[str]) -> dict[str, object]:
     """What `--set NAME=VALUE` gives, and mask=causal for a constant `mask` that has no default.
 
-    A VALUE is a named mask, with its window where it has one (sliding_window_causal:128); none; true or false; a number; a
-    quoted string; else a string. Raises BadOption.
+    A VALUE is a named mask, with its window where it has one (sliding_window_causal:128); none; true or false; a number;
+    a quoted string; else a string. Raises BadOption.
     """
     out: dict[str, object] = {}
     settable = [n for n, (a, _) in operator.parameters.items() if a.kind is None or a.optional]
@@ -140,7 +140,7 @@ def sizes(
 
 
 def schedule(text: str | None, default: Schedule) -> Schedule:
-    """`rows=16,keys=64`: fields of `default` with these changed. Raises BadOption; whether it is legal is checked later."""
+    """`rows=16,keys=64`: `default` with these fields changed. Raises BadOption; legality is checked when lowering."""
     if not text:
         return default
     known = {f.name: str(f.type) for f in fields(Schedule)}

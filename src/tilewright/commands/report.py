@@ -15,7 +15,7 @@ from .run import Plan, Ran
 
 @dataclass(frozen=True)
 class Statistics:
-    """A fingerprint of a tensor that people can read. The numbers are those of its finite elements, None without any."""
+    """A tensor in a few numbers: those of its finite elements, None without any."""
 
     dtype: str
     shape: list[int]

@@ -1,4 +1,4 @@
-"""`tilewright run`: an operator on generated inputs, what came out, how long it took, and how far it is from a reference."""
+"""`tilewright run`: an operator on generated inputs, timed, or traced statement by statement."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def plan(inputs: Inputs, schedule_text: str | None, target: str | None) -> Plan:
 
 
 def execute(p: Plan, repeat: int = 5) -> Ran:
-    """Run through `tilewright.run`: once to compile, then `repeat` times; once in all where the author prints or stops."""
+    """Run through `tilewright.run`: once to compile, then `repeat` times; once in all where the author's code prints."""
 
     def call() -> dict[str, Tensor]:
         return run(
@@ -86,8 +86,8 @@ def timed(call: Callable[[], dict[str, Tensor]]) -> tuple[dict[str, Tensor], flo
 def trace(p: Plan, emit: Callable[[str], None], limit: int) -> tuple[Ran, int]:
     """Run once in the interpreter, showing the first `limit` executed statements; and how many were executed in all.
 
-    A line has the author's place, the statement, and of the tile it made the extremes of its finite elements and how many
-    are NaN. Loops and branches themselves are left out: they would stand after their bodies.
+    A line has the author's place, the statement, and of the tile it made the extremes of its finite elements and how
+    many are NaN. Loops and branches themselves are left out: they would stand after their bodies.
     """
     count = 0
 
