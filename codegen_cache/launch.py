@@ -113,7 +113,7 @@ def _execute(
     offsets: Tensor,
     results: dict[str, Tensor],
     given: set[str],
-    checks_contents: bool,
+    contents: bool,
 ) -> None:
     """Run the program. One that may yet refuse a value leaves the caller's buffers alone until it has finished."""
     start = time.perf_counter()

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from tilewright.dsl.closed_form import Ints, evaluate
 from tilewright.dsl.errors import ArgumentValueError
@@ -53,24 +55,24 @@ def _check_reach(
             op=op, argument=f"{shown} sequence {b}", got=f"{int(end[b])} keys long",
             expected=f"at most {width * page}, as its lookup_table row holds {width} pages of {page}",
         )  # fmt: skip
-    low, high = np.where(used, first // page, 1), np.where(used, (end - 1) // page, 0)
-    column = np.arange(width)
+    low, high = first[used] // page, (end[used] - 1) // page
+    left, right = int(low.min()), int(high.max()) + 1  # columns that some sequence needs
+    sequences = np.flatnonzero(used)
+    table = _ints(leaf.lookup_table[:, left:right])[sequences]
+    column = np.arange(left, right)
     needed = (column >= low[:, None]) & (column <= high[:, None])
-    table = _ints(leaf.lookup_table)
     bad = np.argwhere(needed & ((table < 0) | (table >= pages)))
     if bad.size:
-        b, at = (int(x) for x in bad[0])
+        row, at = (int(x) for x in bad[0])
         raise ArgumentValueError(
             op=op,
-            argument=f"{shown}.lookup_table[{b}, {at}]",
-            got=int(table[b, at]),
+            argument=f"{shown}.lookup_table[{int(sequences[row])}, {left + at}]",
+            got=int(table[row, at]),
             expected=f"a page in 0..{pages - 1}",
         )
 
 
-def _ints(t: object) -> Ints:
-    import torch
-
-    assert isinstance(t, torch.Tensor)
+def _ints(t: Tensor) -> Ints:
+    """Values of an index tensor. torch has hardly any uint32 operations, slicing among the few."""
     out: Ints = t.to(torch.int64).numpy()
     return out

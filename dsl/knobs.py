@@ -59,8 +59,6 @@ DEBUG = Knob(
     "0 to 5",
     "1: schedules; 2: and times; 4: and loop nests; 5: and after every pass",
 )
-THREADS: Knob[int | None] = Knob(
-    "TILEWRIGHT_THREADS", None, _between(1, 4096), "1 to 4096", "worker threads"
-)
+THREADS: Knob[int | None] = Knob("TILEWRIGHT_THREADS", None, _between(1, 4096), "1 to 4096", "worker threads")
 
 KNOBS = (TARGET, INTERPRET, VALIDATE, DEBUG, THREADS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,6 +23,7 @@ class Value:
     """What an author computes with: a traced expression. Python operators build larger ones."""
 
     __slots__ = ("expr",)
+    __array_ufunc__ = None  # numpy leaves its operators to ours
     __hash__ = None  # type: ignore[assignment]  # == builds an expression, so a Value cannot be a dict key
 
     def __init__(self, expr: Expr) -> None:
@@ -163,6 +165,10 @@ def as_expr(x: object, what: str) -> Expr:
             return x.value().expr
         case bool() | int() | float():
             return Const(x)
+        case numbers.Integral():  # numpy's scalars among them
+            return Const(int(x))
+        case numbers.Real():
+            return Const(float(x))
         case _:
             raise errors.NotTraceable(loc=here(), what=what, expected="a traced value or a number", got=describe(x))
 

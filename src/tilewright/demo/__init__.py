@@ -1,0 +1,1 @@
+"""`tilewright demo`: a model served on our attention and cache, and a table of cases, each checked and timed."""
