@@ -53,7 +53,7 @@ def snippets() -> list[tuple[str, str]]:
     found = []
     for page in sorted(DOCS.glob("*.md")):
         blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
-        found.append((page.name, "\n".join(b for b in blocks if "input_row_offsets" not in b)))
+        found.append((page.name, "\n".join(b for b in blocks if "run(attention" not in b)))
     return [(name, code) for name, code in found if code.strip()]
 
 
