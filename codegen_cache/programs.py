@@ -59,6 +59,11 @@ def program_for(
         return _PROGRAMS[key]
 
 
+def programs() -> tuple[tuple[ProgramKey, Ready], ...]:
+    """Every program made so far, oldest first."""
+    return tuple(_PROGRAMS.items())
+
+
 def _make(spec: Spec, key: ProgramKey) -> Ready:
     debug = knobs.DEBUG.get()
     start = time.perf_counter()

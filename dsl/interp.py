@@ -20,7 +20,7 @@ from .expr import Expr
 from .interp_kernel import CompiledKernel, compile_kernel
 from .interp_show import show_values
 from .interp_statements import Hooks, OnStatement
-from .interp_values import Frame, Ints, Scalar, compile_value, torch_dtype
+from .interp_values import Bools, Frame, Ints, Scalar, compile_value, torch_dtype
 from .loops import Arg, Program
 from .scalars import Number
 
@@ -81,7 +81,8 @@ def _shows(k: CompiledKernel) -> bool:
 
 
 def _work(k: CompiledKernel, f: Frame, names: list[str], points: Iterator[tuple[int, ...]]) -> None:
-    with torch.no_grad():  # per thread; operators have no derivative
+    # Per thread. Operators have no derivative; a caller in inference mode passes tensors that only this mode may write.
+    with torch.inference_mode():
         for point in points:
             f.scalars.update(zip(names, point, strict=True))
             k.run(f)
@@ -105,11 +106,13 @@ def _sizes(a: Arg, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 def _indices(
     bound: Mapping[str, torch.Tensor], args: Mapping[str, Arg]
-) -> tuple[dict[str, Ints], dict[str, list[int]]]:
-    """Integer arguments as int64 (tables and offsets are small), and as lists where one-dimensional."""
-    out: dict[str, Ints] = {}
+) -> tuple[dict[str, Ints | Bools], dict[str, list[int]]]:
+    """Integer arguments as int64 (tables and offsets are small), and as lists where one-dimensional; conditions."""
+    out: dict[str, Ints | Bools] = {}
     lists: dict[str, list[int]] = {}
     for name, t in bound.items():
+        if args[name].dtype.kind is Kind.BOOL:
+            out[name] = t.numpy()
         if args[name].dtype.kind is Kind.INT:
             out[name] = t.to(torch.int64).numpy()
             if t.ndim == 1 and t.numel() <= _SMALL:

@@ -23,7 +23,7 @@ def compile_load(e: Elem, axes: Axes, scope: Scope) -> Code:
     """An element read over `axes`. Dimensions addressed by a feature axis alone stay slices; the rest are indexed."""
     if not e.axes and not scope.lanes(e):
         return _element(e, scope)
-    if e.dtype.kind is Kind.INT:
+    if e.dtype.kind is not Kind.FLOAT:
         load = _IndexLoad(
             e, scope, tuple(compile_value(i, axes, scope) for i in e.index), compile_value(e.ok, axes, scope), len(axes)
         )
@@ -38,7 +38,11 @@ def compile_load(e: Elem, axes: Axes, scope: Scope) -> Code:
     layout = _Layout(e, scope, outer, inner, axes, picks)
     along = _row_axis(codes, ok, outer)
     if along is not None and inner:
-        return Code(_RowLoad(layout, (*indexed, *sliced), codes, ok, scope.sizes[along]), e.axes, scope.lanes(e))
+        return Code(
+            _RowLoad(layout, (*indexed, *sliced), codes, ok, scope.sizes[along], scope.check_finite and along == "key"),
+            e.axes,
+            scope.lanes(e),
+        )
     return Code(_TileLoad(layout, (*indexed, *sliced), codes, ok), e.axes, scope.lanes(e))
 
 
@@ -83,19 +87,19 @@ def _element(e: Elem, scope: Scope) -> Code:
     """One number."""
     index = [compile_value(i, (), scope).run for i in e.index]
     ok = compile_value(e.ok, (), scope).run
-    is_int = e.dtype.kind is Kind.INT
+    is_float = e.dtype.kind is Kind.FLOAT
 
     def run(f: Frame) -> Scalar:
         if not ok(f):
-            return 0 if is_int else 0.0
+            return 0.0 if is_float else 0
         at = [int(i(f)) for i in index]
-        shape = f.indices[e.tensor].shape if is_int else tuple(f.tensors[e.tensor].shape)
+        shape = tuple(f.tensors[e.tensor].shape)
         for n, i in enumerate(at):
             if not 0 <= i < shape[n]:
                 raise _failure(e, scope, n, i, shape[n])
-        if is_int:
-            return f.lists[e.tensor][at[0]] if e.tensor in f.lists else int(f.indices[e.tensor][tuple(at)])
-        return float(f.tensors[e.tensor][tuple(at)])
+        if is_float:
+            return float(f.tensors[e.tensor][tuple(at)])
+        return f.lists[e.tensor][at[0]] if e.tensor in f.lists else int(f.indices[e.tensor][tuple(at)])
 
     return Code(run, (), False, number=True)
 
@@ -132,7 +136,7 @@ def _guard(ok: Code, f: Frame, dims: int) -> Guard:
 
 @dataclass(frozen=True)
 class _IndexLoad:
-    """A tile of integers, such as page numbers."""
+    """A tile of integers, such as page numbers, or of conditions."""
 
     e: Elem
     scope: Scope
@@ -144,10 +148,10 @@ class _IndexLoad:
         tensor, good = f.indices[self.e.tensor], _guard(self.ok, f, self.dims)
         index = _arrays(self.index, f, self.dims)
         if not good.any():
-            return np.zeros(np.broadcast_shapes(good.shape, *(i.shape for i in index)), np.int64)
+            return np.zeros(np.broadcast_shapes(good.shape, *(i.shape for i in index)), tensor.dtype)
         at = _checked(self.e, self.scope, index, good, tensor.shape, tuple(range(tensor.ndim)))
         out = tensor[tuple(at)]
-        return out if good.all() else np.where(good, out, 0)
+        return out if good.all() else np.where(good, out, tensor.dtype.type(0))
 
 
 @dataclass(frozen=True)
@@ -204,6 +208,8 @@ class _TileLoad:
         return self.layout.tile(out)
 
     def _read(self, tensor: torch.Tensor, index: list[Ints], good: Guard) -> torch.Tensor:
+        if not index:  # all of a tensor
+            return tensor.reshape((1,) * good.ndim + tuple(tensor.shape)).to(torch.float32)
         at = _checked(self.layout.e, self.layout.scope, index, good, tuple(tensor.shape), self.order)
         view = block(tensor, at)
         return (tensor[tuple(torch.from_numpy(i) for i in at)] if view is None else view).to(torch.float32)
@@ -222,6 +228,7 @@ class _RowLoad:
     index: tuple[Code, ...]
     ok: Code
     size: int
+    check_finite: bool  # key rows, in checked mode
 
     def __call__(self, f: Frame) -> Array:
         tensor = f.tensors[self.layout.e.tensor].permute(self.order)
@@ -233,7 +240,7 @@ class _RowLoad:
             out = self._indexed(rows, at, good)
         else:
             out = self._sliced(rows, at, good, starts, tensor, 1 if lanes else 0)
-        if self.layout.scope.check_finite and not bool(torch.isfinite(out).all()):
+        if self.check_finite and not bool(torch.isfinite(out).all()):
             raise self._not_finite(f, out, 1 if lanes else 0)
         return self.layout.tile(out if lanes else out.unsqueeze(0))
 

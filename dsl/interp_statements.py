@@ -172,8 +172,10 @@ def _map(s: Map, scope: Scope, consumed: frozenset[str]) -> Do:
 
         return spread
 
+    held: type[np.int64 | np.bool_] = np.bool_ if dst.dtype.kind is Kind.BOOL else np.int64
+
     def spread_ints(f: Frame) -> None:
-        f.tiles[name] = np.broadcast_to(np.asarray(as_numpy(run(f)), np.int64), whole).copy()
+        f.tiles[name] = np.broadcast_to(np.asarray(as_numpy(run(f)), held), whole).copy()
 
     return spread_ints
 

@@ -23,7 +23,8 @@ from .loops import Arg, Kernel
 from .scalars import OPS, Number
 
 Ints: TypeAlias = npt.NDArray[np.int64]
-Array: TypeAlias = torch.Tensor | npt.NDArray[np.int64] | npt.NDArray[np.bool_]
+Bools: TypeAlias = npt.NDArray[np.bool_]
+Array: TypeAlias = torch.Tensor | Ints | Bools
 Scalar: TypeAlias = Number | Array  # an array [lanes] where lanes differ
 Run: TypeAlias = Callable[["Frame"], Scalar]
 
@@ -33,7 +34,7 @@ class Frame:
     """What one grid point (or all lanes of it) computes with."""
 
     tensors: Mapping[str, torch.Tensor]  # float arguments
-    indices: Mapping[str, Ints]  # integer arguments
+    indices: Mapping[str, Ints | Bools]  # integer arguments, and conditions
     lists: Mapping[str, list[int]]  # one-dimensional integer arguments, for reading single elements
     scalars: dict[str, Scalar] = field(default_factory=dict)
     tiles: dict[str, Array] = field(default_factory=dict)

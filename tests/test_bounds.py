@@ -125,7 +125,7 @@ def boxes(seed: int, count: int) -> list[Box]:
 
 # ---- the usual masks: tight and exact --------------------------------------------------------------------------------
 
-CAUSAL, PREFIX = le(K, Q), lt(K, P)
+CAUSAL, PREFIX, LAST = le(K, Q), lt(K, P), sub(N, 1)
 
 
 def window(w: int) -> Expr:
@@ -144,6 +144,9 @@ ONE_INTERVAL: dict[str, Callable[[int], Expr]] = {
     "window": lambda w: both(CAUSAL, window(w)),
     "window without causal": lambda w: lt(Q, plus(K, w)),
     "both sides": lambda w: both(le(K, plus(Q, w)), le(sub(Q, 2), K)),
+    "from the end": lambda w: both(le(K, sub(LAST, Q)), lt(sub(sub(LAST, Q), K), w)),
+    "narrowing": lambda w: both(le(Q, K), le(K, plus(LAST, sub(Const(w), Q)))),
+    "widening": lambda w: both(le(sub(P, Q), K), le(K, plus(P, Q))),
     "far ahead": lambda w: le(plus(Q, w), K),
     "chunk": chunk,
     "causal chunk": lambda w: both(CAUSAL, chunk(w)),
@@ -159,6 +162,9 @@ ONE_INTERVAL: dict[str, Callable[[int], Expr]] = {
     "clipped by max": lambda w: both(CAUSAL, le(op("max", sub(Q, w), P), K)),
     "clipped by min": lambda w: le(K, op("min", Q, plus(P, w))),
     "prefix rows see the prefix": lambda w: both(lt(Q, P), PREFIX),
+    "a share of the past": lambda w: le(K, sub(Q, floordiv(Q, w))),
+    "a share of the end": lambda w: le(sub(LAST, sub(Q, floordiv(Q, w))), K),
+    "all but the last keys": lambda w: lt(K, sub(N, w)),
     "last keys": lambda w: both(CAUSAL, le(sub(N, w), K)),
     "turned off by a scalar": lambda w: both(le(P, w), CAUSAL),
     "not": lambda w: negate(either(lt(Q, K), negate(window(w)))),
@@ -254,6 +260,7 @@ OPAQUE = st.sampled_from(
         le(op("abs", sub(K, Q)), 3),
         le(op("float", K), Const(7.5)),
         le(K, Const(7.5)),
+        le(K, Param("p", (), f32)),
         le(K, Param("limit", ("row",), i32)),
         le(Param("start", ("row",), i64), K),
         Param("tree", ("row", "key"), boolean),
@@ -277,9 +284,13 @@ BOXES = st.builds(
 @settings(max_examples=400)
 @given(PREDICATES, st.lists(BOXES, min_size=1, max_size=2))
 @example(eq(mul(K, 2), Q), [Box(0, 5, 8, 0)])  # every other row sees nothing
+@example(eq(K, mul(Q, 2)), [Box(0, 5, 20, 0)])  # every other key is seen by none
+@example(eq(K, sub(sub(N, 1), mul(Q, 2))), [Box(0, 5, 20, 0)])
 @example(both(CAUSAL, lt(sub(Q, K), P)), [Box(0, 5, 8, 0)])  # a scalar window that is empty
+@example(both(lt(Q, P), CAUSAL), [Box(0, 9, 12, 4)])  # the rows that see most see nothing
 @example(both(CAUSAL, both(le(sub(Const(10), Q), K), lt(K, 7))), [Box(0, 9, 20, 0)])  # bounds in opposite directions
-@example(le(mul(floordiv(Q, 4), 4), plus(K, sub(Q, 2))), [Box(0, 9, 20, 0)])  # neither rises nor falls
+@example(le(K, sub(Q, mul(floordiv(Q, 2), 2))), [Box(0, 9, 20, 0)])  # neither rises nor falls
+@example(le(mul(floordiv(Q, 4), 4), plus(K, sub(Q, 2))), [Box(0, 9, 20, 0)])
 def test_any_predicate_is_sound(where: Expr, tiles: list[Box]) -> None:
     found = analyse(where)
     assert len(found) <= MOST_ALTERNATIVES
@@ -301,6 +312,10 @@ def test_an_opaque_comparison_tells_nothing(where: Expr) -> None:
     unknown = Interval(None, None, None, None, whole=False, exact=False)
     assert analyse(where) == analyse(negate(where)) == (unknown,)
     assert analyse(both(CAUSAL, where)) == (replace(unknown, hi=Var("q1")),)
+
+
+def test_division_by_zero_is_left_to_the_mask() -> None:
+    assert analyse(le(floordiv(K, 0), Q)) == analyse(Param("tree", ("row", "key"), boolean))
 
 
 @settings(max_examples=200)
@@ -355,6 +370,7 @@ def test_closed_forms() -> None:
     "where",
     [
         Const(False),
+        Op("not", (Const(True),)),
         lt(K, 0),
         le(N, K),
         both(CAUSAL, lt(Q, K)),

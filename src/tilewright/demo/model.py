@@ -52,7 +52,7 @@ def load_transformers() -> ModuleType:
 
 
 def tiny_gpt_oss(seed: int = 0) -> Any:
-    """A gpt-oss of 4 layers and 100 thousand parameters, float32.
+    """A gpt-oss of 4 layers and 250 thousand parameters, float32.
 
     Weights are redrawn so that activations stay near 1: attention is then far from uniform, sinks are not 0, and greedy
     tokens vary.
