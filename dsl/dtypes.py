@@ -20,6 +20,9 @@ class DType:
     kind: Kind
     bits: int
 
+    def __hash__(self) -> int:  # names are unique; hashed very often, as part of every expression
+        return hash(self.name)
+
     def __str__(self) -> str:
         return self.name
 

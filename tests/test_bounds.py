@@ -81,10 +81,13 @@ class Box:
 
     def visible(self, where: Expr) -> tuple[set[int], set[int]]:
         """Keys that some row sees, and keys that every row sees."""
-        rows = [
-            {k for k in range(self.num_keys) if value(where, {**self.env, "pos": q, "key": k})}
-            for q in range(self.q0, self.q1 + 1)
-        ]
+        env, rows = self.env, []
+        for env["pos"] in range(self.q0, self.q1 + 1):
+            seen = set()
+            for env["key"] in range(self.num_keys):
+                if value(where, env):
+                    seen.add(env["key"])
+            rows.append(seen)
         return set.union(*rows), set.intersection(*rows)
 
     def keys(self, lo: Expr | None, hi: Expr | None) -> set[int]:
@@ -137,7 +140,7 @@ def chunk(w: int, keys: Expr = K) -> Expr:
 
 
 POOLED = plus(mul(K, 4), 3)
-SIZES = (1, 2, 3, 7, 16, 61, 100)
+SIZES = (1, 2, 3, 7, 61)
 ONE_INTERVAL: dict[str, Callable[[int], Expr]] = {
     "causal": lambda w: CAUSAL,
     "always": lambda w: Const(True),
@@ -184,7 +187,7 @@ def test_one_interval_is_tight_and_exact(name: str, size: int, seed: int) -> Non
     (found,) = analyse(where)
     assert found.whole
     assert found.exact
-    for box in boxes(seed, 12):
+    for box in boxes(seed, 10):
         assert (box.seen(found), box.whole(found)) == box.visible(where), box
 
 
@@ -196,7 +199,7 @@ def test_a_union_is_tight_and_exact_in_each_alternative(name: str, size: int, se
     found = analyse(where)
     assert len(found) == len(parts)
     assert all(i.exact and i.whole for i in found)
-    for box in boxes(seed, 12):
+    for box in boxes(seed, 10):
         assert faults(where, found, box) == []
         assert [(box.seen(i), box.whole(i)) for i in found] == [box.visible(part) for part in parts], box
 
@@ -281,7 +284,7 @@ BOXES = st.builds(
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@settings(max_examples=300)
 @given(PREDICATES, st.lists(BOXES, min_size=1, max_size=2))
 @example(eq(mul(K, 2), Q), [Box(0, 5, 8, 0)])  # every other row sees nothing
 @example(eq(K, mul(Q, 2)), [Box(0, 5, 20, 0)])  # every other key is seen by none
@@ -298,7 +301,7 @@ def test_any_predicate_is_sound(where: Expr, tiles: list[Box]) -> None:
         assert faults(where, found, box) == []
 
 
-@settings(max_examples=200)
+@settings(max_examples=150)
 @given(combined(OPAQUE | USUAL | comparisons(NUMBERS)), st.lists(BOXES, min_size=1, max_size=2))
 def test_opaque_parts_stay_sound(where: Expr, tiles: list[Box]) -> None:
     found = analyse(where)
@@ -318,7 +321,7 @@ def test_division_by_zero_is_left_to_the_mask() -> None:
     assert analyse(le(floordiv(K, 0), Q)) == analyse(Param("tree", ("row", "key"), boolean))
 
 
-@settings(max_examples=200)
+@settings(max_examples=150)
 @given(PREDICATES)
 def test_results_use_nothing_but_the_tile(where: Expr) -> None:
     """So that a host or a kernel can compute them before any row or key exists."""

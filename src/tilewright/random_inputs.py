@@ -109,7 +109,7 @@ def random_inputs(
     """Inputs that depend on the operator's declaration, the constants, the sizes and the seed alone.
 
     constants: compile-time constants, and None for each optional operand to leave out.
-    given: values of parameters to use instead: a number for a scalar, or to fill a tensor with.
+    given: values to use instead: a number for a scalar; a tensor, or a number that fills it, for a tensor.
 
     Scalars are 1, but for `scale`, which is (key width) ** -0.5. Floats are normal; integers lie below the smallest
     extent of any feature axis, so that they can be positions in one. Raises ArgumentValueError for sizes that do not fit
@@ -124,8 +124,8 @@ def random_inputs(
             case ParamKind.SCALAR:
                 arguments[p.name] = _scalar(p, spec, size) if value is None else value
             case ParamKind.TENSOR:
-                t = _tensor(p, sizes, size, gen)
-                arguments[p.name] = t if value is None else torch.full(t.shape, float(str(value))).to(t.dtype)
+                t = _tensor(p, sizes, size, gen)  # drawn in any case, so that the other tensors do not change
+                arguments[p.name] = t if value is None else value if isinstance(value, Tensor) else _filled(t, value)
             case ParamKind.PAGED:
                 arguments[p.name] = _leaf(p, spec, sizes, size, gen)
     own = {n: constants.get(n, default) for n, (a, default) in operator.parameters.items() if a.kind is None}
@@ -227,6 +227,10 @@ def _tensor(p: Declared, sizes: Sizes, size: Mapping[str, int], gen: torch.Gener
         return torch.randn(shape, generator=gen).to(dtype)
     features = [n for a, n in size.items() if a not in AXES_OF_THE_BATCH]
     return torch.randint(0, max(1, min(features, default=1)), shape, generator=gen).to(dtype)
+
+
+def _filled(like: Tensor, value: object) -> Tensor:
+    return torch.full(like.shape, float(str(value))).to(like.dtype)
 
 
 def _leaf(p: Declared, spec: Spec, sizes: Sizes, size: Mapping[str, int], gen: torch.Generator) -> PagedLeaf:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from tilewright import references
@@ -37,7 +38,7 @@ class Case:
     operator: Operator
     reference: references.Reference
     ours: Callable[[Inputs], Callable[[], Tensor]]
-    torch: Callable[[Inputs], peers.Peer]
+    peer: Callable[[Inputs], peers.Peer]
     constants: Mapping[str, object] = field(default_factory=dict)
     given: Mapping[str, object] = field(default_factory=dict)  # values of parameters that are not random
 
@@ -73,11 +74,8 @@ def cases() -> list[Case]:
         attention("float8 cache with scales", Sizes(*MIXED, cache_dtype="float8_e4m3fn", granularity=32)),
         attention("pages of 7", Sizes(*MIXED, page_size=7)),
         attention("7 query heads, 1 kv head, no sink", Sizes(*MIXED, heads=7, kv_heads=1), sink=False),
-        Case(
-            "softcap + ALiBi, written here", Sizes(*MIXED), softcap_alibi, softcap_alibi_reference, _run_operator,
-            peers.eager_softcap_alibi, given={"cap": 30.0},
-        ),
-    ]  # fmt: skip
+        variant("softcap + ALiBi, written here", Sizes(*MIXED)),
+    ]
 
 
 def attention(name: str, sizes: Sizes, mask: str = "causal", *, partitions: int = 1, sink: bool = True) -> Case:
@@ -91,6 +89,13 @@ def attention(name: str, sizes: Sizes, mask: str = "causal", *, partitions: int 
     if not sink:
         constants["sink"] = None
     return Case(name, sizes, flash_attention, references.flash_attention, ours, peers.sdpa, constants)
+
+
+def variant(name: str, sizes: Sizes) -> Case:
+    """The operator of variant.py, with ALiBi's own slopes: 1/2, 1/4, .. for 8 heads."""
+    given = {"cap": 30.0, "slopes": 2.0 ** -torch.linspace(8 / sizes.heads, 8, sizes.heads)}
+    peer = peers.eager_softcap_alibi
+    return Case(name, sizes, softcap_alibi, softcap_alibi_reference, _run_operator, peer, given=given)
 
 
 def _run_attention(inputs: Inputs, mask: str, window: int, partitions: int) -> Callable[[], Tensor]:
@@ -122,7 +127,7 @@ def run_cases(which: list[Case] | None = None) -> Iterator[Result]:
     """Check and time each case, in turn."""
     for c in cases() if which is None else which:
         inputs = random_inputs(c.operator, c.constants, c.sizes, seed=0, given=c.given)
-        ours, theirs = c.ours(inputs), c.torch(inputs)
+        ours, theirs = c.ours(inputs), c.peer(inputs)
         (compared,) = references.compare({"out": ours()}, references.reference_outputs(c.reference, inputs))
         ours_ms, torch_ms = _medians(ours, theirs)
         keys = sum(inputs.sizes.num_keys)
