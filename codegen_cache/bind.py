@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright.dsl.dtypes import DTYPES, DType
+from tilewright.dsl.dtypes import DTYPES, DType, Kind
 from tilewright.dsl.errors import ArgumentDTypeError, ArgumentError, ArgumentShapeError, ArgumentTypeError
 from tilewright.dsl.schedule import Binding, LeafBinding
 from tilewright.dsl.spec import Declared, ParamKind, Spec
@@ -118,13 +120,16 @@ def bind(
 
 
 def _number(op: str, shown: str, p: Declared, value: object) -> int | float:
-    if isinstance(value, Tensor) and value.numel() == 1:
+    if isinstance(value, Tensor | np.ndarray) and len(value.reshape(-1)) == 1:
         value = value.item()
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
-        raise ArgumentTypeError(op=op, argument=shown, got=type(value).__name__, expected="a number")
-    if p.dtype is not None and p.dtype.compute.name == "int32":
-        return int(value)  # type: ignore[call-overload, no-any-return]  # it has __float__
-    return float(value)
+    integer = p.dtype is not None and p.dtype.kind is Kind.INT
+    if not isinstance(value, bool):
+        if integer and isinstance(value, numbers.Integral):
+            return int(value)
+        if not integer and isinstance(value, numbers.Real):
+            return float(value)
+    expected = "an integer" if integer else "a number"
+    raise ArgumentTypeError(op=op, argument=shown, got=type(value).__name__, expected=expected)
 
 
 def _tensor(op: str, shown: str, p: Declared, value: object, bound: Bound) -> Tensor:
@@ -157,6 +162,8 @@ def _leaf(op: str, shown: str, p: Declared, value: object, bound: Bound, sizes: 
     sizes.agree(shown, ("kv_head", *p.axes), tuple(leaf.keys.shape[2:]))
     if leaf.values is not None:
         sizes.agree(f"{shown} values", p.value_axes, tuple(leaf.values.shape[3:]))
+    elif p.value_axes != p.axes:
+        raise ArgumentError(op=op, argument=shown, got="holds keys only (kv_dim 1)", expected="keys and values")
     granularity = leaf.quantization_granularity if leaf.key_scales is not None else None
     return LeafBinding(
         leaf.keys.shape[1], leaf.keys.shape[2], dtype_of(leaf.keys), leaf.values is not None, granularity

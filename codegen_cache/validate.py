@@ -29,7 +29,7 @@ def validate(op: str, spec: Spec, program: Program, bound: Bound, offsets: Ints,
         return
     past = _ints(bound.tensors[f"{spec.positions}_lengths"])
     known = {
-        **{n: np.asarray(int(v), np.int64) for n, v in bound.scalars.items()},
+        **{n: np.asarray(v, np.int64) for n, v in bound.scalars.items() if isinstance(v, int)},
         "q0": past, "q1": past + rows - 1, "num_keys": past + rows,
     }  # fmt: skip
     for reach in program.reach:

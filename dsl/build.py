@@ -113,10 +113,19 @@ class _Builder:
             if not read_by_others and (in_place := self._accumulate(me, e, names)):
                 writes += in_place
             elif read_by_others or reads[s.name] - {s.name}:
-                writes.append(Map(me, self.tile(e), loc_of(e)))
+                writes.append(Map(me, self._apart(e, names), loc_of(e)))
             else:
                 writes.append(Map(me, self.flat(e), loc_of(e)))
         self.out += writes
+
+    def _apart(self, e: Expr, states: set[str]) -> Tile:
+        """A tile holding e that no write to a state changes."""
+        found = self.tile(e)
+        if found.name not in states:
+            return found
+        made = self._names.fresh("t", e)
+        self.out.append(Map(made, found, loc_of(e)))
+        return made
 
     def _accumulate(self, me: Tile, e: Expr, states: set[str]) -> list[TileStmt]:
         """`me * a + dot` as a rescaling Map (not for `me + dot`) and an accumulating Gemm; [] when e is not that."""
@@ -126,6 +135,8 @@ class _Builder:
                 if {t.name for t in walk(scaled) if isinstance(t, Tile)} & (states - {me.name}):
                     return []
                 left, right = self.tile(a), self.tile(b)
+                if {left.name, right.name} & states:
+                    return []
                 rescale: list[TileStmt] = [] if scaled == me else [Map(me, scaled, loc_of(rest))]
                 return [*rescale, Gemm(me, left, right, over, True, loc)]
             case _:
@@ -141,8 +152,8 @@ def _is_operand(p: Param) -> bool:
 
 
 def _needs(fold: Fold) -> set[Fold]:
-    """Folds whose results this fold's inputs read."""
-    return {x.fold for e in fold.inputs for x in walk(e) if isinstance(x, FoldResult)}
+    """Folds whose results this fold reads, in its inputs or later."""
+    return {x.fold for e in fold.expressions for x in walk(e) if isinstance(x, FoldResult)}
 
 
 def group_folds(folds: tuple[Fold, ...]) -> list[list[Fold]]:
@@ -223,7 +234,7 @@ def _finish(
     spec: Spec, group: list[Fold], tables: dict[Fold, dict[Expr, Expr]], results: dict[Expr, Tile], names: _Names
 ) -> tuple[TileStmt, ...]:
     """Results that something reads, each in a tile; `results` learns them."""
-    read = [e for _, e in spec.outputs] + [e for f in spec.folds for e in (*f.inputs, *(r for _, r in f.finish))]
+    read = [e for _, e in spec.outputs] + [e for f in spec.folds for e in f.expressions]
     read += [e for p in spec.probes for _, e in p.values]
     used = dict.fromkeys(x for e in read for x in walk(e) if isinstance(x, FoldResult) and x.fold in group)
     exprs = {r: substitute(dict(r.fold.finish)[r.name], tables[r.fold]) for r in used}
@@ -256,7 +267,7 @@ def build(spec: Spec) -> TileProgram:
     b = _Builder(names, results, [*(e for _, e in spec.outputs), *(e for p in late for _, e in p.values)])
     _show_probes(b, late)
     outputs = tuple((n, b.tile(e)) for n, e in spec.outputs)
-    everything = [e for f in spec.folds for e in (*f.inputs, *(r for _, r in f.finish))]
+    everything = [e for f in spec.folds for e in f.expressions]
     everything += [e for _, e in spec.outputs] + [e for p in spec.probes for _, e in p.values]
     operands = dict.fromkeys(
         x for e in everything for x in walk(e) if isinstance(x, Param) and x.own and _is_operand(x)

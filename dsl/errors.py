@@ -137,7 +137,7 @@ class BadEnvironment(TilewrightError, ValueError):
 class OutOfBounds(TilewrightError, IndexError):
     """The interpreter met a read or write outside a tensor."""
 
-    template = "{kernel}: {access} {tensor} at {axis} index {index}, outside 0..{extent}"
+    template = "{kernel}: {access} {tensor} at index {index} of axis {axis}, which has {extent}"
 
 
 class VerifyError(TilewrightError, AssertionError):

@@ -147,11 +147,12 @@ class _IndexLoad:
     def __call__(self, f: Frame) -> Array:
         tensor, good = f.indices[self.e.tensor], _guard(self.ok, f, self.dims)
         index = _arrays(self.index, f, self.dims)
-        if not good.any():
-            return np.zeros(np.broadcast_shapes(good.shape, *(i.shape for i in index)), tensor.dtype)
-        at = _checked(self.e, self.scope, index, good, tensor.shape, tuple(range(tensor.ndim)))
-        out = tensor[tuple(at)]
-        return out if good.all() else np.where(good, out, tensor.dtype.type(0))
+        shape = np.broadcast_shapes(good.shape, *(i.shape for i in index))
+        out: Ints | Guard = np.zeros(shape, np.int64) if self.e.dtype.kind is Kind.INT else np.zeros(shape, np.bool_)
+        if good.any():
+            at = _checked(self.e, self.scope, index, good, tensor.shape, tuple(range(tensor.ndim)))
+            np.copyto(out, tensor[tuple(at)], where=good)
+        return out
 
 
 @dataclass(frozen=True)

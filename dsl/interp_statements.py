@@ -172,10 +172,15 @@ def _map(s: Map, scope: Scope, consumed: frozenset[str]) -> Do:
 
         return spread
 
-    held: type[np.int64 | np.bool_] = np.bool_ if dst.dtype.kind is Kind.BOOL else np.int64
+    if dst.dtype.kind is Kind.BOOL:
+
+        def spread_conditions(f: Frame) -> None:
+            f.tiles[name] = np.broadcast_to(np.asarray(as_numpy(run(f)), np.bool_), whole).copy()
+
+        return spread_conditions
 
     def spread_ints(f: Frame) -> None:
-        f.tiles[name] = np.broadcast_to(np.asarray(as_numpy(run(f)), held), whole).copy()
+        f.tiles[name] = np.broadcast_to(np.asarray(as_numpy(run(f)), np.int64), whole).copy()
 
     return spread_ints
 

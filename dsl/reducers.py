@@ -12,6 +12,7 @@ from math import inf
 from typing import TypeAlias
 
 from . import errors
+from .dtypes import Kind
 from .expr import Expr, FoldResult, KeyField, Tile, children, ordered, walk
 from .source import here
 from .spec import Fold, State
@@ -48,7 +49,7 @@ def fold(
     reducer: Reducer, inputs: Mapping[str, Operand], params: Mapping[str, Operand] | None = None
 ) -> dict[str, Value]:
     """Fold `inputs` over the keys they stand for; the reducer's named results. `params` go to `finish` only."""
-    given = {n: as_expr(inputs[n], f"{reducer.name} input {n!r}") for n in reducer.inputs}
+    given = {n: _input(reducer, n, inputs.get(n)) for n in reducer.inputs}
     source = _source_of(reducer.name, given)
     taken = {n: Value(Tile(f"input{i}", e.axes, e.dtype)) for i, (n, e) in enumerate(given.items())}
     states = tuple(
@@ -57,6 +58,7 @@ def fold(
     )
     own = {s.name: Value(Tile(s.name, s.axes)) for s in states}
     other = {s.name: Value(Tile(s.name + "_other", s.axes)) for s in states}
+    _check_names(reducer)
     step, merge = reducer.step(own, taken), reducer.merge(own, other)
     extra = {n: Value(as_expr(p, f"{reducer.name} parameter {n!r}")) for n, p in (params or {}).items()}
     finish = reducer.finish(own, extra)
@@ -69,10 +71,28 @@ def fold(
         states,
         tuple(_state(reducer, "step", step, s) for s in states),
         tuple(_state(reducer, "merge", merge, s) for s in states),
-        tuple((n, v.expr) for n, v in finish.items()),
+        tuple((n, as_expr(v, f"{reducer.name} result {n!r}")) for n, v in finish.items()),
         loc,
     )
     return {n: Value(FoldResult(made, n, loc)) for n in finish}
+
+
+def _input(reducer: Reducer, name: str, given: Operand | None) -> Expr:
+    e = as_expr(given, f"{reducer.name} input {name!r}")
+    if e.dtype.kind is Kind.BOOL:
+        what = f"{reducer.name} input {name!r}"
+        raise errors.DTypeMismatch(loc=here(), what=what, got="bool", expected="write where(cond, 1.0, 0.0)")
+    return e
+
+
+def _check_names(reducer: Reducer) -> None:
+    """States are tiles named after themselves, beside `input0`, .. and, in merge, `<state>_other`."""
+    for n in reducer.states:
+        if n.startswith("input") or (n.endswith("_other") and n.removesuffix("_other") in reducer.states):
+            expected = "a name of its own, other than input.. and <state>_other"
+            raise errors.NotTraceable(
+                loc=here(), what=f"reducer {reducer.name!r} state", expected=expected, got=repr(n)
+            )
 
 
 def _state(reducer: Reducer, stage: str, new: Named, state: State) -> Expr:
@@ -80,7 +100,7 @@ def _state(reducer: Reducer, stage: str, new: Named, state: State) -> Expr:
         raise errors.AxisMismatch(
             loc=here(), what=f"reducer {reducer.name!r}", problem=f"{stage} leaves out state {state.name!r}"
         )
-    e = new[state.name].expr
+    e = as_expr(new[state.name], f"{reducer.name} {stage} of {state.name!r}")
     if e.axes != state.axes:
         problem = f"{stage} gives state {state.name!r} axes [{', '.join(e.axes)}], it has [{', '.join(state.axes)}]"
         raise errors.AxisMismatch(loc=here(), what=f"reducer {reducer.name!r}", problem=problem)

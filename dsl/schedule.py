@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from .dtypes import DType
 from .errors import IllegalSchedule
-from .tile import Reduce, TileProgram
+from .tile import Gemm, Reduce, TileProgram
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,17 @@ def check_schedule(tp: TileProgram, binding: Binding, schedule: Schedule) -> Non
     def refuse(field: str, problem: str) -> None:
         raise IllegalSchedule(field=field, value=repr(getattr(schedule, field)), problem=problem)
 
-    for name in ("rows", "keys", "partitions"):
-        if getattr(schedule, name) < 1:
-            refuse(name, "must be at least 1")
+    for name in ("rows", "heads", "keys", "partitions"):
+        value = getattr(schedule, name)
+        if (value is not None or name != "heads") and (type(value) is not int or value < 1):
+            refuse(name, "must be an integer, at least 1")
     if schedule.masks not in MASKS:
         refuse("masks", f"must be one of {', '.join(MASKS)}")
     heads = schedule.heads_per_tile(binding)
-    if heads < 1 or binding.group % heads:
+    if binding.group % heads:
         refuse("heads", f"does not divide the group of {binding.group} query heads that share a key-value head")
-    if heads != binding.heads and any(isinstance(s, Reduce) and s.over == "head" for p in tp.passes for s in p.step):
+    statements = [*(s for p in tp.passes for s in (*p.step, *p.merge, *p.finish)), *tp.epilogue]
+    if heads != binding.heads and any(isinstance(s, Reduce | Gemm) and s.over == "head" for s in statements):
         refuse("heads", f"a reduction over heads needs all {binding.heads} heads in one tile")
     if schedule.partitions > 1 and len(tp.passes) > 1:
         refuse("partitions", f"the operator walks its keys {len(tp.passes)} times; partitions need one walk")

@@ -56,7 +56,12 @@ def here() -> Loc | None:
         return None
     positions = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
     line, end_line, col, end_col = positions or (frame.f_lineno, None, 0, 0)
-    line, col = line or frame.f_lineno, col or 0
-    if end_line != line or end_col is None:
-        end_col = len(linecache.getline(frame.f_code.co_filename, line).rstrip())
-    return Loc(frame.f_code.co_filename, line, col, end_col)
+    line = line or frame.f_lineno
+    text = linecache.getline(frame.f_code.co_filename, line).rstrip()
+    end = len(text) if end_line != line or end_col is None else _characters(text, end_col)
+    return Loc(frame.f_code.co_filename, line, _characters(text, col or 0), end)
+
+
+def _characters(text: str, byte: int) -> int:
+    """Python counts the columns of an instruction in bytes of UTF-8."""
+    return byte if text.isascii() else len(text.encode()[:byte].decode(errors="ignore"))

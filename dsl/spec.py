@@ -88,6 +88,11 @@ class Fold:
     finish: tuple[tuple[str, Expr], ...]
     loc: Loc | None = field(default=None, compare=False)
 
+    @property
+    def expressions(self) -> tuple[Expr, ...]:
+        """Everything it evaluates, in order; an author's reducer may capture values in any of them."""
+        return (*self.inputs, *self.step, *self.merge, *(e for _, e in self.finish))
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -116,8 +121,8 @@ class Spec:
             for c in children(e):
                 visit(c)
             if isinstance(e, FoldResult):
-                for _, result in e.fold.finish:
-                    visit(result)
+                for x in e.fold.expressions:
+                    visit(x)
                 found.setdefault(e.fold)
 
         for _, e in (*self.outputs, *(v for p in self.probes for v in p.values)):
@@ -137,7 +142,7 @@ class Spec:
             for c in children(e):
                 visit(c)
             if isinstance(e, FoldResult):
-                for x in (*e.fold.step, *(r for _, r in e.fold.finish)):
+                for x in e.fold.expressions:
                     visit(x)
 
         for _, e in (*self.outputs, *(v for p in self.probes for v in p.values)):

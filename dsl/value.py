@@ -115,14 +115,23 @@ class Value:
     def __xor__(self, other: Operand) -> Value:
         return _logic("ne", "bitxor", self, other)
 
+    def __rxor__(self, other: Operand) -> Value:
+        return _logic("ne", "bitxor", other, self)
+
     def __invert__(self) -> Value:
         return apply("not", self) if self.dtype.kind is Kind.BOOL else apply("bitxor", self, -1)
 
     def __lshift__(self, other: Operand) -> Value:
         return apply("shl", self, other)
 
+    def __rlshift__(self, other: Operand) -> Value:
+        return apply("shl", other, self)
+
     def __rshift__(self, other: Operand) -> Value:
         return apply("shr", self, other)
+
+    def __rrshift__(self, other: Operand) -> Value:
+        return apply("shr", other, self)
 
     def __getitem__(self, index: Operand | tuple[Operand, ...]) -> Value:
         return _address(self, index if isinstance(index, tuple) else (index,))
@@ -277,14 +286,29 @@ def as_value(x: Operand) -> Value:
 
 def dot(a: Operand, b: Operand, *, over: str | None = None) -> Value:
     """Sum of a * b over the one feature axis they share (or the named axis), accumulated in float32."""
-    x, y = as_expr(a, "dot"), as_expr(b, "dot")
+    x, y = _as_float(a, "dot"), _as_float(b, "dot")
     shared = [n for n in x.axes if n in y.axes and n not in LOOP_AXES]
     axis = over or (shared[0] if len(shared) == 1 else None)
     if axis is None or axis not in x.axes or axis not in y.axes:
         problem = f"{show(x)} has axes [{', '.join(x.axes)}] and {show(y)} has [{', '.join(y.axes)}]; "
         problem += f"both need {axis!r}" if axis else "they must share exactly one feature axis, or name it with over="
         raise errors.AxisMismatch(loc=here(), what="dot", problem=problem)
+    _not_over_rows("dot", axis)
     return Value(Dot(x, y, axis, here()))
+
+
+def _as_float(x: Operand, what: str) -> Expr:
+    """An operand of a sum of products, which floats make."""
+    e = as_expr(x, what)
+    if e.dtype.kind is Kind.BOOL:
+        raise errors.DTypeMismatch(loc=here(), what=what, got="bool", expected="write where(cond, 1.0, 0.0)")
+    return make_op("float", e) if e.dtype.kind is Kind.INT else e
+
+
+def _not_over_rows(what: str, axis: str) -> None:
+    if axis == "row":
+        problem = "cannot reduce over 'row': rows are computed independently, and no tile need hold them all"
+        raise errors.AxisMismatch(loc=here(), what=what, problem=problem)
 
 
 def reduce_over(kind: str, x: Operand, axis: str) -> Value:
@@ -293,6 +317,9 @@ def reduce_over(kind: str, x: Operand, axis: str) -> Value:
     if axis not in e.axes:
         problem = f"cannot reduce over {axis!r}: {show(e)} has axes [{', '.join(e.axes)}]"
         raise errors.AxisMismatch(loc=here(), what=kind, problem=problem)
+    if e.dtype.kind is Kind.BOOL:
+        raise errors.DTypeMismatch(loc=here(), what=kind, got="bool", expected="write where(cond, 1.0, 0.0)")
+    _not_over_rows(kind, axis)
     return Value(Reduction(kind, e, axis, here()))
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias
 
-from tilewright.dsl.errors import ArgumentValueError
+from tilewright.dsl.errors import ArgumentTypeError, ArgumentValueError
 from tilewright.dsl.value import Value
 
 Predicate: TypeAlias = Callable[[Value, Value], Value]
@@ -35,11 +36,11 @@ def mask_named(op: str, mask_str: str, local_window_size: int | None) -> Predica
     """The predicate of a named mask; None sees every key.
 
     Raises ArgumentValueError for an unknown name (listing the known), a window below 1 for a mask that uses one, and a
-    window for a mask that does not.
+    window for a mask that does not; ArgumentTypeError for a window that is not an integer.
     """
-    if mask_str not in MASKS:
+    if not isinstance(mask_str, str) or mask_str not in MASKS:
         raise ArgumentValueError(op=op, argument="mask_str", got=repr(mask_str), expected=f"one of {', '.join(MASKS)}")
-    window = -1 if local_window_size is None else local_window_size
+    window = -1 if local_window_size is None else _integer(op, local_window_size)
     if MASKS[mask_str].windowed and window < 1:
         expected = f"at least 1 for mask {mask_str!r}: keys in the window, the query's own included"
         raise ArgumentValueError(op=op, argument="local_window_size", got=local_window_size, expected=expected)
@@ -47,6 +48,17 @@ def mask_named(op: str, mask_str: str, local_window_size: int | None) -> Predica
         expected = f"-1 or None for mask {mask_str!r}, which uses no window"
         raise ArgumentValueError(op=op, argument="local_window_size", got=local_window_size, expected=expected)
     return _predicate(mask_str, window)
+
+
+def _integer(op: str, window: object) -> int:
+    """A plain int: 4.0 and True would be other predicates, which compare equal to those of 4 and 1."""
+    try:
+        if not isinstance(window, bool):
+            return operator.index(window)  # type: ignore[arg-type]  # the TypeError is what is asked for
+    except TypeError:
+        pass
+    expected = "an integer or None"
+    raise ArgumentTypeError(op=op, argument="local_window_size", got=type(window).__name__, expected=expected)
 
 
 @cache

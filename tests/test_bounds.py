@@ -81,13 +81,11 @@ class Box:
 
     def visible(self, where: Expr) -> tuple[set[int], set[int]]:
         """Keys that some row sees, and keys that every row sees."""
-        env, rows = self.env, []
-        for env["pos"] in range(self.q0, self.q1 + 1):
-            seen = set()
-            for env["key"] in range(self.num_keys):
-                if value(where, env):
-                    seen.add(env["key"])
-            rows.append(seen)
+        env = self.env
+        rows = [
+            {k for k in range(self.num_keys) if value(where, env | {"pos": q, "key": k})}
+            for q in range(self.q0, self.q1 + 1)
+        ]
         return set.union(*rows), set.intersection(*rows)
 
     def keys(self, lo: Expr | None, hi: Expr | None) -> set[int]:

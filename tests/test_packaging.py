@@ -38,7 +38,8 @@ def test_wheel_holds_every_source_file(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("tilewright/")}
     package = tree / "src" / "tilewright"
-    sources = {f"tilewright/{path.name}" for path in package.iterdir() if path.is_file()}
+    own = [path for path in package.rglob("*") if path.is_file() and path.relative_to(package).parts[0] not in FOLDERS]
+    sources = {f"tilewright/{path.relative_to(package).as_posix()}" for path in own}
     for folder in FOLDERS:
         files = [path for path in (tree / folder).rglob("*") if path.is_file()]
         assert files, f"{folder}/ is empty"

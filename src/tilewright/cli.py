@@ -62,10 +62,10 @@ operator_options = _options(
         "A compile-time constant: a mask by name (sliding_window_causal:128), a number, true, false, none, a string. "
         "OPERAND=none leaves out an optional operand."
     )),
-    click.option("--heads", type=POSITIVE, default=8, show_default=True, help="Query heads."),
-    click.option("--kv-heads", type=POSITIVE, help="Key-value heads.  [default: 2, or 1 where heads are summed]"),
+    click.option("--heads", type=POSITIVE, metavar="N", default=8, show_default=True, help="Query heads."),
+    click.option("--kv-heads", type=POSITIVE, metavar="N", help="Key-value heads.  [default: 2, 1 if heads are summed]"),
     click.option("--dim", "dims", multiple=True, metavar="AXIS=N", help="Extent of any other axis.  [default: 64]"),
-    click.option("--page-size", type=POSITIVE, default=16, show_default=True, help="Keys in a page."),
+    click.option("--page-size", type=POSITIVE, metavar="N", default=16, show_default=True, help="Keys in a page."),
     click.option("--dtype", type=click.Choice(FLOATS), default="float32", show_default=True, help="Of all tensors."),
     click.option("--cache-dtype", type=click.Choice((*FLOATS, "float8_e4m3fn")), help="Of caches; float8 has scales."),
     click.option("--schedule", metavar="FIELD=N,...", help="Fields of the schedule: rows=16,keys=64."),
@@ -136,17 +136,32 @@ def show(
 @click.option(
     "--arg", "arguments", multiple=True, metavar="NAME=NUMBER", help="A scalar, or what a tensor is filled with."
 )
-@click.option("--target", help="Where to run; by default as tilewright.run chooses.")
+@click.option("--target", metavar="NAME", help="Where to run; by default as tilewright.run chooses.")
 @click.option("--check", is_flag=True, help="Require a reference to compare with.")
-@click.option("--tolerance", type=float, help="Largest error allowed.  [default: 1e-5 for float32, by dtype]")
-@click.option("--repeat", type=POSITIVE, default=5, show_default=True, help="Timed calls; their median is shown.")
+@click.option(
+    "--tolerance", type=float, metavar="X", help="Largest error allowed.  [default: 1e-5 for float32, by dtype]"
+)
+@click.option(
+    "--repeat", type=POSITIVE, metavar="N", default=5, show_default=True, help="Timed calls; their median is shown."
+)
 @click.option("--trace", is_flag=True, help="Print executed statements, with the numbers they made.")
-@click.option("--trace-limit", type=POSITIVE, default=200, show_default=True, help="Statements to print.")
+@click.option("--trace-limit", type=POSITIVE, metavar="N", default=200, show_default=True, help="Statements to print.")
 @json_option
 def run(
-    op: str, constants: tuple[str, ...], arguments: tuple[str, ...], schedule: str | None, seed: int,
-    target: str | None, check: bool, tolerance: float | None, repeat: int, trace: bool, trace_limit: int, as_json: bool, **shape: object,
-) -> None:  # fmt: skip
+    op: str,
+    constants: tuple[str, ...],
+    arguments: tuple[str, ...],
+    schedule: str | None,
+    seed: int,
+    target: str | None,
+    check: bool,
+    tolerance: float | None,
+    repeat: int,
+    trace: bool,
+    trace_limit: int,
+    as_json: bool,
+    **shape: object,
+) -> None:
     """Run an operator on random ragged, paged inputs made from its declaration.
 
     Pages lie in random order, unused slots hold NaN, unused table entries hold junk. Outputs are compared with a dense
@@ -189,3 +204,26 @@ def run(
         for line in report.lines():
             click.echo(line)
     sys.exit(0 if report.ok else 1)
+
+
+@main.command()
+@json_option
+def demo(as_json: bool) -> None:
+    """Serve a model on our attention, show the loop nest it ran, and check and time a table of cases.
+
+    The model is a tiny random gpt-oss from transformers (pip install 'tilewright[models]'): its prompts and decode
+    rows go through our paged cache and attention in packed ragged batches, and its logits and tokens must be those of
+    its own eager attention. Nothing is downloaded.
+
+    \b
+    Examples:
+      tilewright demo
+      tilewright demo --json
+    """
+    from .demo.report import run_demo
+
+    sys.exit(0 if run_demo(as_json=as_json) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,8 @@
 """Random ragged, paged inputs for any operator, made by kind from its declaration.
 
 Page tables, offsets and scales are structurally valid, and what an operator must not touch is made to show when it is
-touched: pages lie in random order, unused slots hold NaN, unused table entries hold junk. What was stored can be read back
-dense, sequence by sequence in float64, for a reference to compute with.
+touched: pages lie in random order, unused slots hold NaN, unused table entries hold junk. What was stored can be read
+back dense, sequence by sequence in float64, for a reference to compute with.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def random_inputs(
     given: values to use instead: a number for a scalar; a tensor, or a number that fills it, for a tensor.
 
     Scalars are 1, but for `scale`, which is (key width) ** -0.5. Floats are normal; integers lie below the smallest
-    extent of any feature axis, so that they can be positions in one. Raises ArgumentValueError for sizes that do not fit
-    together.
+    extent of any feature axis, so that they can be positions in one. Raises ArgumentValueError for sizes that do not
+    fit together.
     """
     spec = operator.trace(**constants)
     gen, size = torch.Generator().manual_seed(seed), extents(spec, sizes)
@@ -159,7 +159,7 @@ def extents(spec: Spec, sizes: Sizes) -> dict[str, int]:
     if unknown := set(sizes.dims) - (set(out) - AXES_OF_THE_BATCH):
         known = ", ".join(sorted(set(out) - AXES_OF_THE_BATCH)) or "none"
         raise ArgumentValueError(
-            op=spec.name, argument="axis", got=", ".join(sorted(unknown)), expected=f"one of {known}"
+            op=spec.name, argument="dims", got=", ".join(sorted(unknown)), expected=f"axes out of {known}"
         )
     return out
 

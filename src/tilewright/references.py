@@ -6,8 +6,8 @@ each sequence that has rows, with keyword arguments only, and takes whichever of
     a tensor        this sequence's rows where it has a row axis, its entry where it has a seq axis, else all of it, as
                     float64 or int64 torch tensors; None for an optional one that was left out
     a scalar        the number
-    a paged cache   `.k` [heads, keys, dim] and `.v` [heads, keys, value_dim], once per query head, so that heads need no
-                    grouping; float64, stored values times their scales
+    a paged cache   `.k` [heads, keys, dim] and `.v` [heads, keys, value_dim], once per query head, so that heads need
+                    no grouping; float64, stored values times their scales
     a constant      as given: a mask is a function of (query, key) positions, or None
     pos, key        positions of the rows [rows] and of the keys [keys], int64
     num_keys, seq   how many keys, which sequence
@@ -120,10 +120,10 @@ def compare(got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: fl
 
 def worst_error(got: Tensor, want: Tensor) -> float:
     """The largest |got - want| / max(1, |want|). Infinity meets only the same infinity, NaN meets nothing."""
+    if got.numel() == want.numel() == 0:
+        return 0.0
     if got.shape != want.shape:
         return torch.inf
-    if got.numel() == 0:
-        return 0.0
     x, y = got.to(torch.float64), want.to(torch.float64)
     error = torch.where(x == y, 0.0, (x - y).abs() / y.abs().clamp(min=1))
     return float(torch.where(x.isfinite() & y.isfinite() | (x == y), error, torch.inf).max())

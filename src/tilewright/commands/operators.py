@@ -111,7 +111,7 @@ def _in_file(text: str) -> Found:
         raise BadOption(option="OP", value=text, problem=f"{path} has no {name!r}; {declared}")
     if name not in operators:
         kind = type(getattr(module, name)).__name__
-        problem = f"{name!r} is a {kind}, not an operator: is @op missing? {declared}"
+        problem = f"{name!r} is not an operator but of type {kind}: is @op missing? {declared}"
         raise BadOption(option="OP", value=text, problem=problem)
     reference = getattr(module, f"{name}_reference", None) or getattr(module, "reference", None)
     return Found(operators[name], reference if callable(reference) else None)

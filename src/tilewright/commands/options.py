@@ -44,8 +44,8 @@ def integers(option: str, text: str) -> tuple[int, ...]:
 def constants(operator: Operator, texts: Sequence[str]) -> dict[str, object]:
     """What `--set NAME=VALUE` gives, and mask=causal for a constant `mask` that has no default.
 
-    A VALUE is a named mask, with its window where it has one (sliding_window_causal:128); none; true or false; a number;
-    a quoted string; else a string. Raises BadOption.
+    A VALUE is a named mask, with its window if it has one (sliding_window_causal:128); none, true or false; a number;
+    a string, in quotes where it looks like one of those. Raises BadOption.
     """
     out: dict[str, object] = {}
     settable = [n for n, (a, _) in operator.parameters.items() if a.kind is None or a.optional]

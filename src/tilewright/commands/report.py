@@ -71,7 +71,7 @@ class Report:
             "cached": list(sizes.cached),
             "outputs": {n: asdict(Statistics.of(t)) for n, t in self.ran.outputs.items()},
             "milliseconds": self.ran.milliseconds,
-            "runs": self.ran.runs,
+            "timing": self.ran.timing,
             "reference": self.reference,
             "comparisons": None if self.comparisons is None else [_comparison(c) for c in self.comparisons],
             "ok": self.ok,
@@ -84,8 +84,7 @@ class Report:
         out = [f"{inputs.operator.name} on {self.plan.target.name}: {shape}"]
         out += [f"schedule  {show_schedule(self.plan.schedule)}"]
         out += [f"{n:8}  {Statistics.of(t)}" for n, t in self.ran.outputs.items()]
-        runs = f"median of {self.ran.runs} runs" if self.ran.runs > 1 else "one run, compiling included"
-        out += [f"time      {self.ran.milliseconds:.3f} ms  ({runs})"]
+        out += [f"time      {self.ran.milliseconds:.3f} ms  ({self.ran.timing})"]
         if self.comparisons is None:
             return [*out, "check     no reference to compare with"]
         return out + [

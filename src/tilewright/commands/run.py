@@ -38,11 +38,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Ran:
-    """Outputs of a run, and the median wall-clock time of `runs` calls."""
+    """Outputs of a run, its wall-clock time, and what kind of time that is."""
 
     outputs: dict[str, Tensor]
     milliseconds: float
-    runs: int
+    timing: str
 
 
 def plan(inputs: Inputs, schedule_text: str | None, target: str | None) -> Plan:
@@ -59,7 +59,7 @@ def plan(inputs: Inputs, schedule_text: str | None, target: str | None) -> Plan:
 
 
 def execute(p: Plan, repeat: int = 5) -> Ran:
-    """Run through `tilewright.run`: once to compile, then `repeat` times; once in all where the author's code prints."""
+    """Run through `tilewright.run`: once to compile, then `repeat` times; once in all if the author's code prints."""
 
     def call() -> dict[str, Tensor]:
         return run(
@@ -69,8 +69,8 @@ def execute(p: Plan, repeat: int = 5) -> Ran:
 
     outputs, first = timed(call)
     if p.inputs.spec.probes:
-        return Ran(outputs, first, 1)
-    return Ran(outputs, statistics.median(timed(call)[1] for _ in range(repeat)), repeat)
+        return Ran(outputs, first, "one run, compiling included")
+    return Ran(outputs, statistics.median(timed(call)[1] for _ in range(repeat)), f"median of {repeat} runs")
 
 
 def timed(call: Callable[[], dict[str, Tensor]]) -> tuple[dict[str, Tensor], float]:
@@ -110,7 +110,7 @@ def trace(p: Plan, emit: Callable[[str], None], limit: int) -> tuple[Ran, int]:
             interpreter.run({**p.bound.tensors, "offsets": p.inputs.input_row_offsets, **results}, p.bound.scalars)
         return results
 
-    return Ran(*timed(call), 1), count
+    return Ran(*timed(call), "one run, traced"), count
 
 
 def _trace_line(s: Stmt, f: Frame) -> str:

@@ -32,8 +32,10 @@ def passes() -> tuple[str, ...]:
 def stages(spec: Spec, binding: Binding, schedule: Schedule, level: str, after: str | None) -> list[Stage]:
     """What to print: one stage, or with after="all" the loops after every pass.
 
-    Raises BadOption for an unknown pass or a pass of another level, IllegalSchedule as lowering does.
+    Raises BadOption for an unknown level or pass, IllegalSchedule as lowering does.
     """
+    if level not in LEVELS:
+        raise BadOption(option="--level", value=level, problem=f"no such level; known: {', '.join(LEVELS)}")
     if after is not None and level != "loops":
         raise BadOption(option="--after", value=after, problem=f"passes make the loops level, not {level}")
     if after is not None and after not in (*passes(), "all"):

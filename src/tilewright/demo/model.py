@@ -1,12 +1,13 @@
 """A tiny random gpt-oss from transformers, served on our paged cache and attention, against its own eager attention.
 
 Its layers alternate between a sliding window and full attention; every head has a sink, and four query heads share a
-key-value head. Requests of different lengths go through it as packed ragged batches: prompts in chunks, together with the
-decode rows of requests whose prompt is done.
+key-value head. Requests of different lengths go through it as packed ragged batches: prompts in chunks, together with
+the decode rows of requests whose prompt is done.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from collections.abc import Iterator, Sequence
@@ -36,13 +37,11 @@ JUNK = 2**31 - 1  # in table entries without a page
 
 def load_transformers() -> ModuleType:
     """transformers, silent and offline. Raises NotInstalled, which says how to install it."""
-    extra = {"what": "the demo's model", "package": "transformers", "extra": "models"}
     if importlib.util.find_spec("transformers") is None:
-        raise NotInstalled(**extra)
+        raise NotInstalled(what="the demo's model", package="transformers", extra="models")
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    import transformers
-
+    transformers = importlib.import_module("transformers")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers
@@ -92,14 +91,17 @@ def paged_cache_class() -> type[Any]:
     from transformers.cache_utils import Cache, DynamicLayer
 
     class PagedCache(Cache):
-        """A page pool for packed ragged batches. `update` stores each request's rows in its pages, of every layer alike.
+        """A page pool for packed ragged batches: `update` stores each request's new rows in its pages.
 
         Pages are handed out in random order, slots without a key hold NaN, table entries without a page hold junk.
         """
 
-        def __init__(self, config: Any, requests: int, max_keys: int, page_size: int = PAGE_SIZE, seed: int = 0) -> None:
+        def __init__(
+            self, config: Any, requests: int, max_keys: int, page_size: int = PAGE_SIZE, seed: int = 0
+        ) -> None:
             layers = config.num_hidden_layers
-            super().__init__(layers=[DynamicLayer() for _ in range(layers)])  # stay empty: the model asks for lengths
+            # The base class asks these for lengths; they stay empty.
+            super().__init__(layers=[DynamicLayer() for _ in range(layers)])  # type: ignore[no-untyped-call]
             width = -(-max_keys // page_size)
             shape = (requests * width, 2, layers, page_size, config.num_key_value_heads, config.head_dim)
             self._table = torch.full((requests, width), JUNK, dtype=torch.int32)

@@ -54,10 +54,12 @@ def gathered(s: Sequence, pages: Tensor, scales: Tensor | None, dtype: torch.dty
 
 
 def sdpa(inputs: Inputs) -> Peer:
-    """scaled_dot_product_attention. Query heads of a group are folded into rows, which is its quickest form on a CPU."""
+    """scaled_dot_product_attention. Query heads of a group are folded into rows, its quickest form on a CPU."""
     q, leaf, sink = inputs.arguments["q"], inputs.arguments["kv"], inputs.arguments["sink"]
     scale = float(str(inputs.arguments["scale"]))
-    assert isinstance(q, Tensor) and isinstance(leaf, PagedLeaf) and leaf.values is not None
+    assert isinstance(q, Tensor)
+    assert isinstance(leaf, PagedLeaf)
+    assert leaf.values is not None
     values, groups = leaf.values, leaf.num_kv_heads
     every = sequences(inputs, leaf, inputs.constants["mask"])  # type: ignore[arg-type]  # a named mask
     if isinstance(sink, Tensor):
@@ -82,7 +84,9 @@ def eager_softcap_alibi(inputs: Inputs) -> Peer:
     """The variant in plain torch operations: scaled_dot_product_attention has no place for its cap."""
     q, leaf, slopes = inputs.arguments["q"], inputs.arguments["kv"], inputs.arguments["slopes"]
     scale, cap = (float(str(inputs.arguments[n])) for n in ("scale", "cap"))
-    assert isinstance(q, Tensor) and isinstance(leaf, PagedLeaf) and isinstance(slopes, Tensor)
+    assert isinstance(q, Tensor)
+    assert isinstance(slopes, Tensor)
+    assert isinstance(leaf, PagedLeaf)
     assert leaf.values is not None
     values, groups = leaf.values, leaf.num_kv_heads
     every = sequences(inputs, leaf, lambda query, key: key <= query)

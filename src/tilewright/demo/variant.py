@@ -1,7 +1,7 @@
 # mypy: disable-error-code="name-defined, valid-type, type-arg, attr-defined, no-untyped-def"
-# ruff: noqa: F821, UP037
+# ruff: noqa: F821
 # Axis names stand in subscripts of annotations, which checkers take for types.
-"""An attention variant nobody put into the library: capped scores and ALiBi, in one short function, and its reference."""
+"""An attention variant that is not in the library, capped scores and ALiBi in one short function, and its reference."""
 
 import torch
 
@@ -9,9 +9,7 @@ from tilewright.dsl import Paged, PerHead, Rows, Scalar, dot, f32, key, op, pos,
 
 
 @op
-def softcap_alibi(
-    q: Rows["head", "dim"], kv: Paged["dim"], slopes: PerHead[f32], scale: Scalar[f32], cap: Scalar[f32]
-):
+def softcap_alibi(q: Rows["head", "dim"], kv: Paged["dim"], slopes: PerHead[f32], scale: Scalar[f32], cap: Scalar[f32]):
     keys = kv.keys(where=lambda query, key: key <= query)
     scores = cap * tanh(dot(q, keys) * scale / cap) - slopes * to_float(pos - key)
     return softmax(scores) @ keys.v
