@@ -97,7 +97,9 @@ def paged_cache_class() -> type[Any]:
         Pages are handed out in random order, slots without a key hold NaN, table entries without a page hold junk.
         """
 
-        def __init__(self, config: Any, requests: int, max_keys: int, page_size: int = PAGE_SIZE, seed: int = 0) -> None:
+        def __init__(
+            self, config: Any, requests: int, max_keys: int, page_size: int = PAGE_SIZE, seed: int = 0
+        ) -> None:
             layers = config.num_hidden_layers
             super().__init__(layers=[DynamicLayer() for _ in range(layers)])  # stay empty: the model asks for lengths
             width = -(-max_keys // page_size)

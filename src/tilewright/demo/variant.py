@@ -9,9 +9,7 @@ from tilewright.dsl import Paged, PerHead, Rows, Scalar, dot, f32, key, op, pos,
 
 
 @op
-def softcap_alibi(
-    q: Rows["head", "dim"], kv: Paged["dim"], slopes: PerHead[f32], scale: Scalar[f32], cap: Scalar[f32]
-):
+def softcap_alibi(q: Rows["head", "dim"], kv: Paged["dim"], slopes: PerHead[f32], scale: Scalar[f32], cap: Scalar[f32]):
     keys = kv.keys(where=lambda query, key: key <= query)
     scores = cap * tanh(dot(q, keys) * scale / cap) - slopes * to_float(pos - key)
     return softmax(scores) @ keys.v
