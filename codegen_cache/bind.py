@@ -111,6 +111,7 @@ def bind(
         expected = f"a divisor of the {heads} query heads"
         raise ArgumentError(op=op, argument=leaf, got=f"has {kv_heads} key-value heads", expected=expected)
     static = {a: n for a, n in sizes.of.items() if a in spec.tile_axes} | {"head": heads}
+    static |= {s.rank: s.k for s in spec.selects}
     binding = Binding(
         tuple(sorted(static.items())), tuple(sorted(dtypes.items(), key=lambda d: d[0])), tuple(leaves.items())
     )

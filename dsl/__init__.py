@@ -6,8 +6,8 @@ backends are modules of their own.
 
 from .annotations import Const, Paged, PerHead, Rows, Scalar, Tensor
 from .dtypes import bf16, boolean, f8e4m3, f16, f32, i32, i64, u8, u32
-from .lang import Operator, op
-from .reducers import Reducer, StateOf, fold, logsumexp, lse, max, softmax, sum, weights
+from .lang import Operator, concat, op
+from .reducers import Reducer, StateOf, fold, logsumexp, lse, max, softmax, sum, topk, topk_with_values, weights
 from .value import (
     Value,
     dot,
@@ -43,6 +43,7 @@ __all__ = [
     "Value",
     "bf16",
     "boolean",
+    "concat",
     "dot",
     "exp",
     "f8e4m3",
@@ -72,6 +73,8 @@ __all__ = [
     "tanh",
     "to_float",
     "to_int",
+    "topk",
+    "topk_with_values",
     "u8",
     "u32",
     "weights",

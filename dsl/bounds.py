@@ -34,6 +34,7 @@ class Interval:
     exact: bool  # proven: every key of [max(lo, 0), min(hi, num_keys - 1)] is seen by at least one row of the tile
 
 
+LISTED = (Interval(None, None, None, None, whole=False, exact=True),)  # of a list: nothing is known before it is read
 MOST_ALTERNATIVES = 4
 _MOST_PRODUCTS = 32  # alternatives that an `and` of two `or`s may reach; then only what all of a side share is kept
 

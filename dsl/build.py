@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from .errors import AxisMismatch
 from .expr import (
+    Const,
     Dot,
     Expr,
     FoldResult,
@@ -18,15 +20,17 @@ from .expr import (
     Op,
     Param,
     Reduction,
+    Selected,
     Tile,
     children,
     loc_of,
+    op,
     rebuild,
     substitute,
     walk,
 )
-from .spec import Fold, Probe, Spec, State, is_reserved
-from .tile import Gemm, KeyPass, Map, Mask, Reduce, Show, TileProgram, TileStmt
+from .spec import Fold, Probe, Select, Spec, State, is_reserved
+from .tile import NOT_A_CANDIDATE, Gemm, KeyPass, Map, Mask, Reduce, SelectPass, Show, TileProgram, TileStmt
 
 _INLINE = ("le", "lt", "eq", "ne", "and", "or", "not")  # conditions never get a tile: tiles hold numbers
 
@@ -43,7 +47,7 @@ class _Names:
         return Tile(self.unique(f"{hint}{self._count[hint] - 1}"), like.axes, like.dtype)
 
     def unique(self, name: str) -> str:
-        while name in self._taken or (is_reserved(name) and not name.startswith("input")):
+        while name in self._taken or (is_reserved(name) and not name.startswith(("input", "order"))):
             name += "_"
         self._taken.add(name)
         return name
@@ -88,6 +92,8 @@ class _Builder:
                 return Tile(name, e.axes, dtype)
             case Op():
                 return rebuild(e, lambda c: self._argument(c, e))
+            case Selected():
+                raise AssertionError("a selection is an output")
             case FoldResult():
                 raise AssertionError(f"result {e.name!r} of {e.fold.name} used before its keys were walked")
             case _:
@@ -246,6 +252,39 @@ def _finish(
     return tuple(b.out)
 
 
+def _order_key(score: Expr) -> Expr:
+    """An integer that orders as scores do: -0 as +0, NaN below everything that is a candidate."""
+    bits = op("bits", op("add", score, Const(0.0)))
+    ordered_bits = op("bitxor", bits, op("bitand", op("shr", bits, Const(31)), Const(0x7FFFFFFF)))
+    return op("where", op("ne", score, score), Const(NOT_A_CANDIDATE + 1), ordered_bits)
+
+
+def _build_select(spec: Spec, select: Select, names: _Names) -> SelectPass:
+    results: list[tuple[str, str]] = []
+    for name, e in spec.outputs:
+        if isinstance(e, Selected) and e.select == select:
+            results.append((name, e.name))
+    b = _Builder(names, {}, [select.score])
+    score = b.tile(select.score)
+    order = names.fresh("order", op("bits", score))
+    b.out += [Map(order, _order_key(score), select.loc), Mask(order, NOT_A_CANDIDATE, loc=select.loc)]
+    fields = dict.fromkeys(x for x in walk(select.score) if isinstance(x, KeyField))
+    source = spec.sources[select.source]
+    return SelectPass(source, tuple(fields), tuple(b.out), order, select.k, select.rank, tuple(results))
+
+
+def _check_selects(spec: Spec) -> None:
+    """What lowering takes: selections of ranges or lists, alone in their operator, returned as they are."""
+    for s in spec.selects:
+        if spec.folds or any(not isinstance(e, Selected) for _, e in spec.outputs):
+            problem = (
+                "an operator either selects keys or reduces over them: return the selection, and use two operators"
+            )
+            raise AxisMismatch(loc=s.loc, what="topk", problem=problem)
+        if len(spec.sources[s.source].parts) > 1:
+            raise AxisMismatch(loc=s.loc, what="topk", problem="the keys of a concatenation have no one index")
+
+
 def _place(p: Probe, spec: Spec) -> int | None:
     """The source in whose key loop a probe's values live; None: they exist once the keys are walked."""
     for _, e in p.values:
@@ -262,14 +301,16 @@ def build(spec: Spec) -> TileProgram:
     after:  statements per key tile (step), per partition (merge) and per row tile (finish, epilogue)
     """
     names, results = _Names(p.name for p in spec.params), dict[Expr, Tile]()
+    _check_selects(spec)
     passes = tuple(_build_pass(spec, g, results, names) for g in group_folds(spec.folds))
+    selects = tuple(_build_select(spec, s, names) for s in spec.selects)
     late = [p for p in spec.probes if _place(p, spec) is None]
     b = _Builder(names, results, [*(e for _, e in spec.outputs), *(e for p in late for _, e in p.values)])
     _show_probes(b, late)
-    outputs = tuple((n, b.tile(e)) for n, e in spec.outputs)
+    outputs = tuple((n, b.tile(e)) for n, e in spec.outputs if not isinstance(e, Selected))
     everything = [e for f in spec.folds for e in f.expressions]
     everything += [e for _, e in spec.outputs] + [e for p in spec.probes for _, e in p.values]
     operands = dict.fromkeys(
         x for e in everything for x in walk(e) if isinstance(x, Param) and x.own and _is_operand(x)
     )
-    return TileProgram(tuple(operands), passes, tuple(b.out), outputs)
+    return TileProgram(tuple(operands), passes, tuple(b.out), outputs, selects)

@@ -16,7 +16,7 @@ from .scalars import OPS, Number
 from .source import Loc
 
 if TYPE_CHECKING:
-    from .spec import Fold
+    from .spec import Fold, Select
 
 Axes = tuple[str, ...]
 _RANK = {"row": 0, "head": 1, "key": 2}
@@ -196,6 +196,23 @@ class FoldResult:
 
 
 @dataclass(frozen=True)
+class Selected:
+    """A named result of selecting the best keys: "indices" or "values", one per row-side point and rank."""
+
+    select: Select
+    name: str
+    loc: Loc | None = field(default=None, compare=False)
+
+    @property
+    def axes(self) -> Axes:
+        return ordered({*self.select.score.axes, self.select.rank} - {"key"})
+
+    @property
+    def dtype(self) -> DType:
+        return i32 if self.name == "indices" else f32
+
+
+@dataclass(frozen=True)
 class Tile:
     """A tile, read at its axes: in a Spec a reducer's state or input, from the tile program on a buffer."""
 
@@ -219,7 +236,7 @@ class Elem:
         return ordered(a for x in (*self.index, self.ok) for a in x.axes)
 
 
-Expr = Const | Coord | Var | Iota | Param | KeyField | Op | Dot | Reduction | FoldResult | Tile | Elem
+Expr = Const | Coord | Var | Iota | Param | KeyField | Op | Dot | Reduction | FoldResult | Selected | Tile | Elem
 
 
 def children(e: Expr) -> tuple[Expr, ...]:
@@ -236,6 +253,8 @@ def children(e: Expr) -> tuple[Expr, ...]:
             return (e.a,)
         case FoldResult():
             return e.fold.inputs
+        case Selected():
+            return (e.select.score,)
         case Elem():
             return (*e.index, e.ok)
         case _:
@@ -245,7 +264,7 @@ def children(e: Expr) -> tuple[Expr, ...]:
 def rebuild(e: Expr, f: Callable[[Expr], Expr]) -> Expr:
     """`e` with `f` applied to its children; operations are folded again."""
     match e:
-        case Const() | Coord() | Var() | Iota() | KeyField() | Tile() | FoldResult():
+        case Const() | Coord() | Var() | Iota() | KeyField() | Tile() | FoldResult() | Selected():
             return e
         case Param():
             return replace(e, index=tuple((a, f(x)) for a, x in e.index)) if e.index else e
@@ -275,7 +294,7 @@ def walk(e: Expr) -> Iterator[Expr]:
 
 def loc_of(e: Expr) -> Loc | None:
     match e:
-        case Op() | Dot() | Reduction() | FoldResult() | Param() | Elem():
+        case Op() | Dot() | Reduction() | FoldResult() | Selected() | Param() | Elem():
             return e.loc
         case _:
             return None

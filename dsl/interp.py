@@ -12,9 +12,12 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
+import numpy as np
 import torch
 
+from .closed_form import evaluate
 from .dtypes import Kind
 from .expr import Expr
 from .interp_kernel import CompiledKernel, compile_kernel
@@ -25,6 +28,9 @@ from .loops import Arg, Program
 from .scalars import Number
 
 _SMALL = 1 << 16  # integer tensors up to this many elements are also kept as lists
+
+
+DEFAULT_BUDGET = 512 << 20
 
 
 class Interpreter:
@@ -40,24 +46,55 @@ class Interpreter:
         self._serial = on_statement is not None or any(_shows(k) for k in self._kernels)
 
     def run(
-        self, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Number], *, threads: int | None = None
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        scalars: Mapping[str, Number],
+        *,
+        threads: int | None = None,
+        budget_bytes: int = DEFAULT_BUDGET,
     ) -> None:
         """Run every kernel on these arguments; outputs are written in place.
 
         tensors: one per tensor argument, of the shape the program lists. scalars: one per scalar argument.
         threads: workers over grid points; None: as many as torch uses.
+        budget_bytes: what score windows may take; rows are run a window at a time to stay under it, one row at least.
         """
         sizes: dict[str, Scalar] = dict(scalars)
-        bound = {a.name: tensors[a.name] for a in self.program.args if a.shape or a.name in tensors}
         for a in self.program.args:
             sizes.update(_sizes(a, tensors))
-        for w in self.program.workspaces:
-            shape = [int(sizes[n]) if isinstance(n, str) else n for n in w.shape]
-            bound[w.name] = torch.full(shape, torch.nan, dtype=torch_dtype(w.dtype))
-        indices, lists = _indices(bound, {a.name: a for a in (*self.program.args, *self.program.workspaces)})
+        bound = {a.name: tensors[a.name] for a in self.program.args if a.shape or a.name in tensors}
+        indices, lists = _indices(bound, {a.name: a for a in self.program.args})
         count = 1 if self._serial else threads or torch.get_num_threads()
-        for k in self._kernels:
-            self._run_kernel(k, lambda: Frame(bound, indices, lists, dict(sizes)), count)
+        for window in self._windows(sizes, lists, budget_bytes):
+            work = {w.name: _workspace(w, window) for w in self.program.workspaces}
+            whole = {**indices, **{n: t.numpy() for n, t in work.items() if not t.is_floating_point()}}
+            frame = partial(_frame, {**bound, **work}, whole, lists, window)
+            for k in self._kernels:
+                self._run_kernel(k, frame, count)
+
+    def _windows(
+        self, sizes: dict[str, Scalar], lists: Mapping[str, list[int]], budget_bytes: int
+    ) -> Iterator[dict[str, Scalar]]:
+        """Scalars for each window of rows; one window of all rows where workspaces do not grow with rows and keys."""
+        row_bytes, total = self.program.row_bytes, int(sizes.get("total_rows", 0))
+        if row_bytes is None:
+            yield sizes
+            return
+        known = self._lengths(sizes, lists)
+        sizes = {**sizes, **{n: int(np.max(evaluate(e, known), initial=0)) for n, e in self.program.columns}}
+        cost = int(evaluate(row_bytes, {n: np.asarray(sizes[n], np.int64) for n, _ in self.program.columns}))
+        rows = max(1, min(total, budget_bytes // max(1, cost)))
+        for lo in range(0, total, rows):
+            hi = min(total, lo + rows)
+            yield {**sizes, "row_lo": lo, "row_hi": hi, "window_rows": hi - lo}
+
+    def _lengths(self, sizes: Mapping[str, Scalar], lists: Mapping[str, list[int]]) -> dict[str, Ints]:
+        """What closed forms of run-time lengths are written in: scalars, and num_keys of every sequence."""
+        offsets = np.asarray(lists["offsets"], np.int64)
+        rows = offsets[1:] - offsets[:-1]
+        past = np.asarray(lists[self.program.lengths], np.int64) if self.program.lengths else np.zeros_like(rows)
+        numbers = {n: np.asarray(v, np.int64) for n, v in sizes.items() if isinstance(v, int)}
+        return {**numbers, "num_keys": (past + rows)[rows > 0]}
 
     def _run_kernel(self, k: CompiledKernel, frame: Callable[[], Frame], threads: int) -> None:
         outside = frame()
@@ -71,6 +108,20 @@ class Interpreter:
         futures = [pool.submit(_work, k, frame(), names, shared) for _ in range(min(threads, total))]
         for done in futures:
             done.result()
+
+
+def _frame(
+    tensors: Mapping[str, torch.Tensor],
+    indices: Mapping[str, Ints | Bools],
+    lists: Mapping[str, list[int]],
+    scalars: Mapping[str, Scalar],
+) -> Frame:
+    return Frame(tensors, indices, lists, dict(scalars))
+
+
+def _workspace(w: Arg, sizes: Mapping[str, Scalar]) -> torch.Tensor:
+    shape = [int(sizes[n]) if isinstance(n, str) else n for n in w.shape]
+    return torch.full(shape, torch.nan if w.fill is None else w.fill, dtype=torch_dtype(w.dtype))
 
 
 def _shows(k: CompiledKernel) -> bool:

@@ -28,9 +28,9 @@ from .interp_values import (
     compile_value,
     torch_dtype,
 )
-from .loops import Alloc, Fetch, For, If, KeyLoop, Let, Search, Stmt, Store
+from .loops import Alloc, Best, Fetch, For, If, KeyLoop, Let, Search, Stmt, Store
 from .rewrite import Body, statements, written
-from .tile import Gemm, Map, Mask, Reduce, Show
+from .tile import NOT_A_CANDIDATE, Gemm, Map, Mask, Reduce, Show
 
 Do: TypeAlias = Callable[[Frame], None]
 OnShow: TypeAlias = Callable[[Show, list[tuple[str, object]], Mapping[str, object]], None]
@@ -98,6 +98,8 @@ def _compile(s: Stmt, scope: Scope, hooks: Hooks, consumed: frozenset[str]) -> D
             return _store(s, scope)
         case Show():
             return _show(s, scope, hooks)
+        case Best():
+            return _best(s, scope)
         case Mask() | KeyLoop() | Fetch():
             raise AssertionError(f"{type(s).__name__} in a finished loop nest")
         case _:
@@ -312,6 +314,28 @@ def _index(x: Scalar, dims: int) -> Ints:
 
 def _spread(x: Scalar, dims: int) -> torch.Tensor:
     return as_torch(x) if isinstance(x, torch.Tensor | np.ndarray) else torch.tensor(x).view((1,) * dims)
+
+
+def _best(s: Best, scope: Scope) -> Do:
+    """The order key above the complemented column makes one integer without ties, so any selection gives one answer."""
+    outer = s.dst.axes[:-1]
+    index = [compile_value(i, outer, scope) for i in s.index]
+    count, k, name = compile_value(s.count, (), scope).run, scope.sizes[s.dst.axes[-1]], s.dst.name
+    whole = (scope.lane_count if name in scope.varying else 1, *(scope.sizes[a] for a in outer))
+
+    def run(f: Frame) -> None:
+        window, n = f.tensors[s.window], int(count(f))
+        at = [np.clip(_index(c.run(f), len(whole)), 0, m - 1) for c, m in zip(index, window.shape, strict=False)]
+        rows = window[tuple(torch.from_numpy(np.ascontiguousarray(i)) for i in at)][..., :n].to(torch.int64)
+        last = (1 << 32) - 1
+        unique = (rows << 32) | (last - torch.arange(n))
+        best = unique.topk(min(k, n), dim=-1, sorted=True).values
+        columns = torch.where((best >> 32) > NOT_A_CANDIDATE, last - (best & last), -1)
+        out = np.full((*whole, k), -1, np.int64)
+        out[..., : min(k, n)] = columns.expand(*whole, min(k, n)).numpy()
+        f.tiles[name] = out
+
+    return run
 
 
 def _show(s: Show, scope: Scope, hooks: Hooks) -> Do:

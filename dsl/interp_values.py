@@ -18,7 +18,24 @@ import numpy.typing as npt
 import torch
 
 from .dtypes import DType, Kind
-from .expr import Axes, Const, Coord, Dot, Elem, Expr, FoldResult, Iota, KeyField, Op, Param, Reduction, Tile, Var, walk
+from .expr import (
+    Axes,
+    Const,
+    Coord,
+    Dot,
+    Elem,
+    Expr,
+    FoldResult,
+    Iota,
+    KeyField,
+    Op,
+    Param,
+    Reduction,
+    Selected,
+    Tile,
+    Var,
+    walk,
+)
 from .loops import Arg, Kernel
 from .scalars import OPS, Number
 
@@ -107,7 +124,7 @@ def compile_value(e: Expr, axes: Axes, scope: Scope, consumed: frozenset[str] = 
             from .interp_loads import compile_load
 
             return compile_load(e, axes, scope)
-        case Coord() | Param() | KeyField() | Dot() | Reduction() | FoldResult():
+        case Coord() | Param() | KeyField() | Dot() | Reduction() | FoldResult() | Selected():
             raise AssertionError(f"{type(e).__name__} in a finished loop nest")
         case _:
             assert_never(e)
@@ -188,7 +205,7 @@ def _converted(x: Expr, code: Code, user: Op) -> Run:
     run = code.run
     if code.number:
         return run
-    if not _in_torch(user):
+    if not _in_torch(user) or user.name == "from_bits":
         return lambda f: as_numpy(run(f))
     if x.dtype.kind is Kind.INT:
         return lambda f: as_torch(run(f)).to(torch.float32)  # type: ignore[arg-type]  # not a number
@@ -207,6 +224,12 @@ def _on_arrays(e: Op, runs: list[Run]) -> Run:
         if tensors:  # one operand as a tensor: two numbers would take torch's default dtype
             return lambda f: select(_tensor(c(f)), a(f), _operand(b(f), tensors))
         return lambda f: select(c(f), a(f), b(f))
+    if name == "bits":
+        (only,) = runs
+        return lambda f: as_ints(as_numpy(_tensor(only(f)).to(torch.float32).contiguous().view(torch.int32)))
+    if name == "from_bits":
+        (only,) = runs
+        return lambda f: torch.from_numpy(as_ints(only(f)).astype(np.int32).view(np.float32))
     if name == "float":
         (only,) = runs
         return lambda f: _tensor(only(f)).to(torch.float32)

@@ -14,9 +14,10 @@ from . import errors
 from .annotations import Annotation
 from .dtypes import Kind, f32
 from .expr import Axes, Expr, KeyField, Param, loc_of, ordered, walk
+from .printer import show
 from .probes import traced_builtins
 from .source import Loc, here
-from .spec import Declared, ParamKind, Probe, Range, Source, Spec, is_reserved
+from .spec import Declared, Listed, ParamKind, Part, Probe, Range, Source, Spec, is_reserved
 from .value import HasValue, Value, as_expr, describe, pos
 from .value import key as key_position
 
@@ -37,8 +38,8 @@ class Trace:
 class Keys(HasValue):
     """Key rows of one source. `.k` and `.v` are values: what is stored, times its scale where the cache has scales."""
 
-    def __init__(self, trace: Trace, parts: tuple[Range, ...], k_axes: Axes, v_axes: Axes) -> None:
-        self._trace, self._parts, self._axes = trace, parts, {"k": k_axes, "v": v_axes}
+    def __init__(self, trace: Trace, parts: tuple[Part, ...], k_axes: Axes, v_axes: Axes) -> None:
+        self._trace, self._parts, self._axes = trace, parts, {"k": k_axes, "v": v_axes, "scale": ()}
         self._number: int | None = None
 
     def _field(self, name: str) -> Value:
@@ -55,6 +56,11 @@ class Keys(HasValue):
     def v(self) -> Value:
         return self._field("v")
 
+    @property
+    def scale(self) -> Value:
+        """The key row's one scale, of a cache declared by its stored dtype: `Paged["dim", f8e4m3]`."""
+        return self._field("scale")
+
     def value(self) -> Value:
         return self.k
 
@@ -65,8 +71,15 @@ class Leaf:
     def __init__(self, trace: Trace, declared: Declared) -> None:
         self._trace, self._declared = trace, declared
 
-    def keys(self, where: Predicate | None = None) -> Keys:
-        """Contiguous positions of the sequence, seen where `where(query, key)` holds; without one, all of them."""
+    def keys(self, where: Predicate | None = None, *, pool: int = 1) -> Keys:
+        """Contiguous positions of the sequence, seen where `where(query, key)` holds; without one, all of them.
+
+        pool: tokens per key of the cache. A pool is seen where its last token is, and `key` then counts pools.
+        """
+        if not isinstance(pool, int) or pool < 1:
+            raise errors.NotTraceable(
+                loc=here(), what="pool", expected="a whole number, at least 1", got=describe(pool)
+            )
         what = f"{self._declared.name}.keys(where=...)"
         seen = as_expr(True if where is None else where(pos, key_position), what)
         if seen.dtype.kind is not Kind.BOOL:
@@ -75,8 +88,31 @@ class Leaf:
             )
         if any(isinstance(x, KeyField) for x in walk(seen)):
             raise errors.AxisMismatch(loc=here(), what=what, problem="a predicate cannot read the key rows it selects")
-        part = Range(self._declared.name, seen, here())
+        part = Range(self._declared.name, seen, pool, here())
         return Keys(self._trace, (part,), self._declared.axes, self._declared.value_axes)
+
+    def entries(self, indices: Value) -> Keys:
+        """Entries that each row lists. A negative index is an unused slot, wherever it stands; duplicates count.
+
+        indices: an integer parameter [row, slot]. An index past the cache's entries is unused too.
+        """
+        e, what = as_expr(indices, "entries"), f"{self._declared.name}.entries"
+        if not isinstance(e, Param) or e.index or len(e.own) != 2 or e.own[0] != "row":
+            raise errors.AxisMismatch(loc=here(), what=what, problem=f"expected a parameter [row, slot], got {show(e)}")
+        if e.dtype.kind is not Kind.INT:
+            raise errors.DTypeMismatch(loc=here(), what=what, got=e.dtype.name, expected="indices are integers")
+        part = Listed(self._declared.name, e.name, e.own[1], here())
+        return Keys(self._trace, (part,), self._declared.axes, self._declared.value_axes)
+
+
+def concat(first: Keys, *more: Keys) -> Keys:
+    """Key rows of several sources, of one feature axis each, walked one after the other in one reduction."""
+    for other in more:
+        if other._axes != first._axes:
+            problem = f"key rows have axes [{', '.join(first._axes['k'])}] and [{', '.join(other._axes['k'])}]"
+            raise errors.AxisMismatch(loc=here(), what="concat", problem=problem)
+    parts = tuple(p for k in (first, *more) for p in k._parts)
+    return Keys(first._trace, parts, first._axes["k"], first._axes["v"])
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------

@@ -82,7 +82,21 @@ class Fetch:
     loc: Loc | None = field(default=None, compare=False)
 
 
-Stmt = TileStmt | Let | Search | For | If | Store | KeyLoop | Fetch
+@dataclass(frozen=True)
+class Best:
+    """dst[.., rank] = columns of the largest integers among the first `count` of window[index, :].
+
+    Descending, equal ones by ascending column, candidates only; then -1.
+    """
+
+    dst: Tile
+    window: str
+    index: tuple[Expr, ...]
+    count: Expr
+    loc: Loc | None = field(default=None, compare=False)
+
+
+Stmt = TileStmt | Let | Search | For | If | Store | KeyLoop | Fetch | Best
 
 
 @dataclass(frozen=True)
@@ -101,6 +115,7 @@ class Arg:
     name: str
     dtype: DType
     shape: tuple[int | str, ...]
+    fill: int | None = None  # what a workspace starts as; None: NaN
 
 
 @dataclass(frozen=True)
@@ -123,6 +138,9 @@ class Program:
     workspaces: tuple[Arg, ...]
     kernels: tuple[Kernel, ...]
     reach: tuple[KeyReach, ...] = ()
+    columns: tuple[tuple[str, Expr], ...] = ()  # run-time sizes: the largest value of a closed form over sequences
+    lengths: str | None = None  # the argument whose lengths define num_keys
+    row_bytes: Expr | None = None  # workspace bytes of one row: the kernels run for a window of rows at a time
 
 
 @dataclass(frozen=True)

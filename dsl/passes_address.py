@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from .context import GLOBAL_HEAD, GLOBAL_ROW, KEY_POSITION, POSITION, ROW_OK, Context
@@ -19,6 +20,7 @@ from .expr import (
     both,
     floordiv,
     less,
+    maximum,
     minimum,
     mul,
     rebuild,
@@ -33,6 +35,7 @@ _COORDINATES: dict[str, Expr] = {
     "row": GLOBAL_ROW,
     "head": GLOBAL_HEAD,
     "key": KEY_POSITION,
+    "column": KEY_POSITION,
     "kv_head": Var("kv_head"),
     "seq": Var("seq"),
     "num_keys": Var("num_keys"),
@@ -86,17 +89,22 @@ def _prelude(k: Kernel, cx: Context) -> tuple[Stmt, ...]:
 
     Row tiles are a flat list: sequence b owns the indices from offsets[b] // rows + b on, at least as many as it needs.
     """
-    rows, seq = cx.schedule.rows, Var("seq")
+    rows, seq, windowed = cx.schedule.rows, Var("seq"), bool(cx.tp.selects)
 
     def offset(e: Expr) -> Elem:
         return Elem("offsets", (e,), i32)
+
+    def first_row(e: Expr) -> Expr:
+        """The first row of a sequence, counted from the start of the row window and kept inside it."""
+        if not windowed:
+            return offset(e)
+        return sub(minimum(maximum(offset(e), Var("row_lo")), Var("row_hi")), Var("row_lo"))
 
     past: Expr = Const(0) if cx.spec.positions is None else Elem(f"{cx.spec.positions}_lengths", (seq,), i32)
     lets = {
         "row0": offset(seq),
         "n_rows": sub(offset(add(seq, 1)), Var("row0")),
-        "r0": mul(sub(Var("tile"), add(floordiv(Var("row0"), rows), seq)), rows),
-        "r1": minimum(add(Var("r0"), rows), Var("n_rows")),
+        **_tile_rows(rows, windowed, first_row),
         "past": past,
         "num_keys": add(Var("past"), Var("n_rows")),
         "q0": add(Var("past"), Var("r0")),
@@ -104,5 +112,16 @@ def _prelude(k: Kernel, cx: Context) -> tuple[Stmt, ...]:
         "head0": mul(Var("head_block"), cx.heads),
         "kv_head": floordiv(Var("head0"), cx.binding.group),
     }
-    owns = at_least(Var("tile"), add(floordiv(offset(seq), rows), seq))
+    owns = at_least(Var("tile"), add(floordiv(first_row(seq), rows), seq))
     return (Search("seq", Const(0), Var("batch"), owns), *(Let(n, e) for n, e in lets.items()))
+
+
+def _tile_rows(rows: int, windowed: bool, first_row: Callable[[Expr], Expr]) -> dict[str, Expr]:
+    """The tile's rows r0..r1 within its sequence; with a row window, only rows of the window."""
+    seq, tile, start = Var("seq"), Var("tile"), Var("row0")
+    if not windowed:
+        local = mul(sub(tile, add(floordiv(start, rows), seq)), rows)
+        return {"r0": local, "r1": minimum(add(Var("r0"), rows), Var("n_rows"))}
+    local = mul(sub(tile, add(floordiv(first_row(seq), rows), seq)), rows)
+    skipped, end = maximum(sub(Var("row_lo"), start), 0), minimum(sub(Var("row_hi"), start), Var("n_rows"))
+    return {"r0": add(minimum(skipped, Var("n_rows")), local), "r1": minimum(add(Var("r0"), rows), end)}

@@ -9,7 +9,7 @@ from dataclasses import replace
 from .context import Context
 from .dtypes import Kind, f32, i32
 from .expr import Elem, Expr, Tile, Var, walk
-from .loops import Alloc, Arg, For, If, Kernel, Let, Program, Search, Stmt, Store
+from .loops import Alloc, Arg, Best, For, If, Kernel, Let, Program, Search, Stmt, Store
 from .rewrite import Body, expressions, names_read, rewrite_body, statements, written
 from .spec import Declared, ParamKind
 from .tile import Gemm, Map, Reduce
@@ -55,7 +55,7 @@ def _without_unused(body: Body) -> Body:
 
         def keep(s: Stmt, read: set[str] = read) -> Body:
             match s:
-                case Let() | Search() | Map() | Reduce() | Gemm():
+                case Let() | Search() | Map() | Reduce() | Gemm() | Best():
                     return (s,) if set(written(s)) & read else ()
                 case If(_, ()):
                     return ()
@@ -96,6 +96,8 @@ def _allocated(k: Kernel, known: dict[str, Arg], cx: Context) -> Kernel:
                         used.add(name)
         if isinstance(s, Store):
             used.add(s.tensor)
+        if isinstance(s, Best):
+            used.add(s.window)
     used |= {x.name for _, e in k.grid for x in walk(e) if isinstance(x, Var)}
     shapes = {d: a.name for a in known.values() for d in a.shape if isinstance(d, str)}
     used |= {shapes[n] for n in used if n in shapes} | {"offsets"}
@@ -104,7 +106,7 @@ def _allocated(k: Kernel, known: dict[str, Arg], cx: Context) -> Kernel:
 
 def _all_expressions(s: Stmt) -> Iterable[Expr]:
     yield from expressions(s)
-    if isinstance(s, Map | Gemm | Reduce):
+    if isinstance(s, Map | Gemm | Reduce | Best):
         yield s.dst
 
 
@@ -123,7 +125,13 @@ def _arguments(cx: Context) -> tuple[Arg, ...]:
             case ParamKind.TENSOR:
                 out.append(Arg(p.name, cx.binding.dtype(p.name), tuple(_extent(a, p.name, cx) for a in p.axes)))
     outputs = cx.tp.outputs
-    return (*out, *(Arg(n, cx.binding.dtype(n), tuple(_extent(a, n, cx) for a in t.axes)) for n, t in outputs))
+    out += [Arg(n, cx.binding.dtype(n), tuple(_extent(a, n, cx) for a in t.axes)) for n, t in outputs]
+    for s in cx.tp.selects:
+        axes = (*(a for a in s.order.axes if a != "key"), s.rank)
+        out += [Arg(n, cx.binding.dtype(n), tuple(_extent(a, n, cx) for a in axes)) for n, _ in s.results]
+    if cx.tp.selects:
+        out += [Arg("row_lo", i32, ()), Arg("row_hi", i32, ())]
+    return tuple(out)
 
 
 def _leaf_arguments(p: Declared, cx: Context) -> list[Arg]:

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from .context import ROW_OK, Context
 from .dtypes import f32
-from .expr import Const, Coord, Elem, Expr, Iota, Tile, Var, add, floordiv
+from .expr import Const, Coord, Elem, Expr, Iota, Tile, Var, add, mul
 from .loops import Arg, Fetch, For, Kernel, KeyLoop, Program, Stmt, Store
+from .passes_select import column_count, select_kernels, window_workspace
 from .tile import KeyPass, Map
 
 
@@ -21,7 +22,10 @@ def form_kernel(program: Program, cx: Context) -> Program:
     after:  kernel over row tiles x head blocks: operand = ..; state = init; for keys of part: step; finish; store
     """
     tp = cx.tp
-    body: list[Stmt] = [Map(Tile(p.name, p.axes, p.dtype), p) for p in tp.operands]
+    operands = tuple(Map(Tile(p.name, p.axes, p.dtype), p) for p in tp.operands)
+    if tp.selects:
+        return _form_selections(program, operands, cx)
+    body: list[Stmt] = [*operands]
     number = 0
     for p in tp.passes:
         body += [Map(Tile(s.name, s.axes), Const(s.init)) for s in p.states]
@@ -31,9 +35,24 @@ def form_kernel(program: Program, cx: Context) -> Program:
         body += p.finish
     body += tp.epilogue
     body += [Store(name, tuple(map(coordinate, t.axes)), t, t.axes) for name, t in tp.outputs]
-    tiles = add(floordiv(Var("total_rows"), cx.schedule.rows), Var("batch"))
-    grid = (("tile", tiles), ("head_block", Const(cx.binding.heads // cx.heads)))
+    grid = (("tile", cx.row_tiles), ("head_block", Const(cx.binding.heads // cx.heads)))
     return replace(program, kernels=(Kernel("fold", grid, (), (), tuple(body)),))
+
+
+def _form_selections(program: Program, operands: tuple[Stmt, ...], cx: Context) -> Program:
+    """Two kernels for each selection, run for a window of rows at a time so that scores stay within a budget."""
+    kernels: list[Kernel] = []
+    columns: list[tuple[str, Expr]] = []
+    row_bytes: Expr = Const(0)
+    for n, s in enumerate(cx.tp.selects):
+        kernels += select_kernels(n, s, n, operands, cx)
+        columns.append((f"columns{n}", column_count(s, n, cx)))
+        row_bytes = add(row_bytes, mul(Var(f"columns{n}"), 4 * (cx.binding.heads if "head" in s.order.axes else 1)))
+    lengths = None if cx.spec.positions is None else f"{cx.spec.positions}_lengths"
+    work = tuple(window_workspace(n, s, cx) for n, s in enumerate(cx.tp.selects))
+    return replace(
+        program, kernels=tuple(kernels), workspaces=work, columns=tuple(columns), row_bytes=row_bytes, lengths=lengths
+    )
 
 
 def _fetch(p: KeyPass, leaf: str) -> Fetch:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import count
 
-from .context import ROW_OK, Context
-from .dtypes import i32
+from .context import ROW_OK, Context, seen_by
+from .dtypes import f32, i32
 from .expr import (
     Const,
     Coord,
@@ -29,10 +29,12 @@ from .expr import (
     op,
     ordered,
     sub,
+    substitute,
     where,
 )
 from .loops import Fetch, For, If, Kernel, KeyLoop, KeyReach, Let, Program, Stmt
-from .rewrite import rewrite_body
+from .rewrite import map_expressions, rewrite_body
+from .spec import Listed, Range
 from .tile import Map, Mask, Reduce
 
 NO_ROWS = at_least(Var("r0"), Var("r1"))
@@ -48,7 +50,9 @@ def bound_key_loops(program: Program, cx: Context) -> Program:
     """
 
     def lower(s: Stmt) -> tuple[Stmt, ...]:
-        return _bounded(s, cx) if isinstance(s, KeyLoop) else (s,)
+        if not isinstance(s, KeyLoop):
+            return (s,)
+        return _bounded(s, cx) if isinstance(s.part, Range) else _listed(s, s.part, cx)
 
     kernels = tuple(_partitioned(replace(k, body=rewrite_body(k.body, lower)), cx) for k in program.kernels)
     return replace(program, kernels=kernels, reach=tuple(r for n in range(len(cx.parts)) for r in _reach(n, cx)))
@@ -58,12 +62,15 @@ def _key_range(number: int, interval: int, cx: Context) -> tuple[Expr, Expr]:
     """First key and end of one interval of a part, for rows at q0..q1."""
     i = cx.intervals[number][interval]
     lo: Expr = Const(0) if i.lo is None else maximum(i.lo, 0)
-    hi: Expr = Var("num_keys") if i.hi is None else minimum(add(i.hi, 1), Var("num_keys"))
+    count = cx.key_count(cx.parts[number])
+    hi = count if i.hi is None else minimum(add(i.hi, 1), count)
     return lo, hi
 
 
 def _reach(number: int, cx: Context) -> tuple[KeyReach, ...]:
     leaf, intervals = cx.parts[number].leaf, cx.intervals[number]
+    if isinstance(cx.parts[number], Listed):
+        return ()
     ranges = (_key_range(number, n, cx) for n in range(len(intervals)))
     return tuple(KeyReach(leaf, lo, hi, i.exact) for (lo, hi), i in zip(ranges, intervals, strict=True))
 
@@ -87,6 +94,23 @@ def _bounded(loop: KeyLoop, cx: Context) -> tuple[Stmt, ...]:
     ):
         out += _loops(loop, label, lo, hi, whole_lo, whole_hi, cx)
     return tuple(out)
+
+
+def _listed(loop: KeyLoop, part: Listed, cx: Context) -> tuple[Stmt, ...]:
+    """The loop over a row's list. A slot's key is the entry it lists, -1 where the slot is unused or past the end."""
+    label, slots, slot = str(loop.number), Var(f"{part.indices}_{part.slot}"), add(Var("k0"), Iota("key"))
+    end, entry = Var(f"hi{label}"), Tile(f"entry{label}", ("key",), i32)
+    ok = less(slot, slots)
+    listed = Elem(part.indices, (add(Var("row0"), Var("r0")), slot), i32, ok, part.loc)
+    body: list[Stmt] = [
+        Let("k0", mul(Var(f"kt{label}"), cx.schedule.keys)),
+        Map(entry, where(ok, listed, -1), part.loc),
+    ]
+    for s in loop.body:
+        moved = map_expressions(s, lambda e: substitute(e, {Coord("key", ("key",)): entry}))
+        body.append(replace(moved, loop=label) if isinstance(moved, Fetch | Mask) else moved)
+    tiles = ceildiv(end, cx.schedule.keys)
+    return (Let(end.name, where(NO_ROWS, Const(0), slots)), For(f"kt{label}", Const(0), tiles, tuple(body)))
 
 
 def _disjoint(
@@ -199,9 +223,7 @@ def fetch_keys(program: Program, cx: Context) -> Program:
 
 def _fetched(s: Fetch, cx: Context) -> tuple[Stmt, ...]:
     number, leaf = cx.part_of(s.loop), cx.binding.leaf(s.leaf)
-    key = Coord("key", ("key",))
-    ranges = [both(at_least(key, Var(f"lo{n}")), less(key, Var(f"hi{n}"))) for n in cx.labels(number)]
-    ok = either(*ranges)
+    key, ok = _keys_and_guard(s, cx)
     out: list[Stmt] = []
     if s.partial and not all(i.exact for i in cx.intervals[number]):
         scrub, seen = _seen_by_some_row(number, s.loop, cx)
@@ -210,12 +232,28 @@ def _fetched(s: Fetch, cx: Context) -> tuple[Stmt, ...]:
     page = Tile(f"page{number}", ("key",), i32)
     entry = Elem(f"{s.leaf}_table", (Var("seq"), floordiv(key, leaf.page_size)), i32, ok, s.loc)
     out.append(Map(page, where(ok, entry, -1), s.loc))
-    return (*out, *(Map(dst, _key_row(s, name, dst, page, cx), s.loc) for name, dst in s.fields))
+    return (*out, *(Map(dst, _key_row(s, name, dst, page, key, cx), s.loc) for name, dst in s.fields))
+
+
+def _keys_and_guard(s: Fetch, cx: Context) -> tuple[Expr, Expr]:
+    """The positions a tile fetches, and which of them may be read."""
+    number = cx.part_of(s.loop)
+    if isinstance(cx.parts[number], Range):
+        key: Expr = Coord("key", ("key",))
+        ranges = [both(at_least(key, Var(f"lo{n}")), less(key, Var(f"hi{n}"))) for n in cx.labels(number)]
+        return key, either(*ranges)
+    entry = Tile(f"entry{number}", ("key",), i32)
+    own = cx.spec.positions == s.leaf
+    count = Var("num_keys") if own else Elem(f"{s.leaf}_lengths", (Var("seq"),), i32)
+    in_table = less(floordiv(entry, cx.binding.leaf(s.leaf).page_size), Var(f"{s.leaf}_max_pages"))
+    return entry, both(at_least(entry, 0), less(entry, count), in_table)
 
 
 def _seen_by_some_row(number: int, loop: str, cx: Context) -> tuple[list[Stmt], Expr]:
     """For predicates whose visible keys are not proven to fill their range: which keys of the tile any row sees."""
-    where_seen = cx.parts[number].where
+    part = cx.parts[number]
+    assert isinstance(part, Range)
+    where_seen = seen_by(part)
     axes = ordered((*where_seen.axes, "row", "key"))
     sees = Tile(f"sees{loop}", axes)
     out: list[Stmt] = [Map(sees, where(both(where_seen, ROW_OK), lift(1.0), 0.0))]
@@ -229,15 +267,16 @@ def _seen_by_some_row(number: int, loop: str, cx: Context) -> tuple[list[Stmt], 
     return out, sees
 
 
-def _key_row(s: Fetch, name: str, dst: Tile, page: Tile, cx: Context) -> Expr:
-    """Values of a field: what is stored, times its scale."""
-    leaf = cx.binding.leaf(s.leaf)
+def _key_row(s: Fetch, name: str, dst: Tile, page: Tile, key: Expr, cx: Context) -> Expr:
+    """Values of a field: what is stored, times its scale unless the declaration asks for what is stored."""
+    leaf, slot = cx.binding.leaf(s.leaf), op("mod", key, lift(cx.binding.leaf(s.leaf).page_size))
+    if name == "scale":
+        return Elem(f"{s.leaf}_k_scale", (page, slot, Var("kv_head"), Const(0)), f32, at_least(page, 0), s.loc)
     stored = name if leaf.values or name == "k" else "k"
     (feature,) = (a for a in dst.axes if a != "key")
-    slot = op("mod", Coord("key", ("key",)), lift(leaf.page_size))
     ok = at_least(page, 0)
     value: Expr = Elem(f"{s.leaf}_{stored}", (page, slot, Var("kv_head"), Iota(feature)), leaf.dtype.compute, ok, s.loc)
-    if leaf.granularity is None:
+    if leaf.granularity is None or cx.spec.param(s.leaf).dtype is not None:
         return value
     width = cx.binding.size(feature)
     block = Const(0) if leaf.granularity >= width else floordiv(Iota(feature), leaf.granularity)
@@ -257,8 +296,11 @@ def apply_masks(program: Program, cx: Context) -> Program:
     def lower(s: Stmt) -> tuple[Stmt, ...]:
         if not isinstance(s, Mask):
             return (s,)
-        key = Coord("key", ("key",))
-        seen = both(cx.parts[cx.part_of(s.loop)].where, less(key, Var("num_keys")))
+        part = cx.parts[cx.part_of(s.loop)]
+        if isinstance(part, Range):
+            seen = both(seen_by(part), less(Coord("key", ("key",)), cx.key_count(part)))
+        else:
+            seen = at_least(Tile(f"page{cx.part_of(s.loop)}", ("key",), i32), 0)
         return (Map(s.dst, where(seen, s.dst, s.absent), s.loc),)
 
     return replace(program, kernels=tuple(replace(k, body=rewrite_body(k.body, lower)) for k in program.kernels))

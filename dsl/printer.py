@@ -17,14 +17,15 @@ from .expr import (
     Op,
     Param,
     Reduction,
+    Selected,
     Tile,
     Var,
     children,
     rebuild,
 )
-from .loops import Fetch, For, If, Kernel, KeyLoop, Let, Program, Search, Stmt, Store
+from .loops import Best, Fetch, For, If, Kernel, KeyLoop, Let, Program, Search, Stmt, Store
 from .scalars import OPS
-from .spec import Fold, Part, Spec
+from .spec import Fold, Listed, Part, Range, Spec
 from .tile import Gemm, KeyPass, Map, Mask, Reduce, Show, TileProgram
 
 
@@ -60,6 +61,8 @@ def show(e: Expr) -> str:
             return f"{kind}({show(a)}, over={over})"
         case FoldResult(fold, name):
             return f"{fold.name}({', '.join(map(show, fold.inputs))}).{name}"
+        case Selected(select, name):
+            return f"topk({show(select.score)}, {select.k}).{name}"
         case Elem(tensor, index, _, ok):
             guard = "" if ok == Const(True) else f" if {show(ok)}"
             return f"{tensor}({', '.join(map(show, index))}{guard})"
@@ -71,7 +74,13 @@ def show(e: Expr) -> str:
 
 
 def show_part(part: Part) -> str:
-    return f"{part.leaf} where {show(part.where)}"
+    match part:
+        case Range(leaf, where, pool):
+            return f"{leaf} where {show(where)}" + (f", one key per {pool} tokens" if pool > 1 else "")
+        case Listed(leaf, indices, slot):
+            return f"{leaf} listed by {indices}[row, {slot}]"
+        case _:
+            assert_never(part)
 
 
 def _with_shared(exprs: tuple[tuple[str, Expr], ...], pad: str, known: dict[Expr, str]) -> list[str]:
@@ -141,6 +150,12 @@ def show_tile_program(tp: TileProgram) -> str:
     lines = [f"operands {', '.join(map(show, tp.operands)) or 'none'}"]
     for n, p in enumerate(tp.passes):
         lines += [f"pass {n}:", *_pass_lines(p)]
+    for n, s in enumerate(tp.selects):
+        lines += [f"select {n}, the best {s.k}:"]
+        lines += [f"  keys += {show_part(part)}" for part in s.source.parts]
+        lines += [f"  field {show(f)}" for f in s.fields]
+        lines += ["  step:"] + [line for x in s.step for line in show_stmt(x, "    ")]
+        lines += [f"  by {show(s.order)}"] + [f"  output {name} = {result}" for name, result in s.results]
     if tp.epilogue:
         lines += ["epilogue:"] + [line for s in tp.epilogue for line in show_stmt(s, "  ")]
     lines += [f"output {name} = {show(t)}" for name, t in tp.outputs]
@@ -192,6 +207,8 @@ def show_stmt(s: Stmt, pad: str = "") -> list[str]:
         case Store(tensor, index, e, axes, ok):
             guard = "" if ok == Const(True) else f" if {show(ok)}"
             return [f"{pad}for {', '.join(axes)}: {tensor}({', '.join(map(show, index))}) = {show(e)}{guard}"]
+        case Best(dst, window, index, count):
+            return [f"{pad}{show(dst)} = best of {window}({', '.join(map(show, index))}, 0 .. {show(count)})"]
         case _:
             assert_never(s)
 

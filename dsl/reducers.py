@@ -13,10 +13,10 @@ from typing import TypeAlias
 
 from . import errors
 from .dtypes import Kind
-from .expr import Expr, FoldResult, KeyField, Tile, children, ordered, walk
+from .expr import Expr, FoldResult, KeyField, Selected, Tile, children, ordered, walk
 from .source import here
-from .spec import Fold, State
-from .value import HasValue, Operand, Value, as_expr, dot, exp, log, maximum, reduce_over, where
+from .spec import Fold, Select, State
+from .value import HasValue, Operand, Value, as_expr, describe, dot, exp, log, maximum, reduce_over, where
 
 Named: TypeAlias = Mapping[str, Value]
 
@@ -245,6 +245,24 @@ def sum(x: Operand, *, over: str) -> Value:
 def max(x: Operand, *, over: str) -> Value:
     """Maximum over an axis; over "key", over the keys a row sees (-inf where it sees none)."""
     return fold(MAX, {"x": x})["out"] if over == "key" else reduce_over("max", x, over)
+
+
+def topk(scores: Operand, k: int) -> Value:
+    """Indices of the k best keys that a row sees, int32, along a new axis "rank"; -1 past the last candidate.
+
+    Descending score, equal scores by ascending key, NaN last. A range's index is its key, a list's the listed entry.
+    k is not limited.
+    """
+    return topk_with_values(scores, k)[1]
+
+
+def topk_with_values(scores: Operand, k: int) -> tuple[Value, Value]:
+    """Scores and indices of the k best keys; see `topk`. Past the last candidate -inf and -1."""
+    e = as_expr(scores, "topk")
+    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+        raise errors.NotTraceable(loc=here(), what="topk", expected="k, a whole number, at least 1", got=describe(k))
+    select = Select(_source_of("topk", {"scores": e}), e, k, "rank", here())
+    return Value(Selected(select, "values", here())), Value(Selected(select, "indices", here()))
 
 
 def lse(out: Value) -> Value:

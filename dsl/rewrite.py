@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TypeAlias, assert_never
 
 from .expr import Expr, Tile, Var, walk
-from .loops import Fetch, For, If, KeyLoop, Let, Search, Stmt, Store
+from .loops import Best, Fetch, For, If, KeyLoop, Let, Search, Stmt, Store
+from .spec import Range
 from .tile import Gemm, Map, Mask, Reduce, Show
 
 Body: TypeAlias = tuple[Stmt, ...]
@@ -47,11 +48,13 @@ def expressions(s: Stmt) -> tuple[Expr, ...]:
         case If():
             return (s.cond,)
         case KeyLoop():
-            return (s.part.where,)
+            return (s.part.where,) if isinstance(s.part, Range) else ()
         case Fetch():
             return ()
         case Store():
             return (*s.index, s.expr, s.ok)
+        case Best():
+            return (*s.index, s.count)
         case _:
             assert_never(s)
 
@@ -73,6 +76,8 @@ def map_expressions(s: Stmt, f: Callable[[Expr], Expr]) -> Stmt:
             return replace(s, cond=f(s.cond))
         case Store():
             return replace(s, index=tuple(map(f, s.index)), expr=f(s.expr), ok=f(s.ok))
+        case Best():
+            return replace(s, index=tuple(map(f, s.index)), count=f(s.count))
         case Gemm() | Reduce() | Mask() | KeyLoop() | Fetch():
             return s
         case _:
@@ -82,7 +87,7 @@ def map_expressions(s: Stmt, f: Callable[[Expr], Expr]) -> Stmt:
 def written(s: Stmt) -> tuple[str, ...]:
     """Tiles and scalars a statement itself defines."""
     match s:
-        case Map() | Gemm() | Reduce() | Mask():
+        case Map() | Gemm() | Reduce() | Mask() | Best():
             return (s.dst.name,)
         case Fetch():
             return tuple(t.name for _, t in s.fields)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -90,6 +91,16 @@ def _min(a: float, b: float) -> float:
     return a if math.isnan(a) else b if math.isnan(b) else min(a, b)
 
 
+def _bits(a: float) -> int:
+    (bits,) = struct.unpack("<i", struct.pack("<f", a))
+    return int(bits)
+
+
+def _from_bits(a: int) -> float:
+    (value,) = struct.unpack("<f", struct.pack("<i", a))
+    return float(value)
+
+
 @dataclass(frozen=True)
 class Row:
     """One scalar operation."""
@@ -129,6 +140,8 @@ OPS: dict[str, Row] = {
     "log": Row(1, floating, _log, "log"),
     "sqrt": Row(1, floating, _sqrt, "sqrt"),
     "tanh": Row(1, floating, math.tanh, "tanh"),
+    "bits": Row(1, to_int, _bits, "bits"),  # a float32's bits as a signed integer
+    "from_bits": Row(1, to_float, _from_bits, "from_bits"),
     "float": Row(1, to_float, float, "float"),
     "int": Row(1, to_int, int, "int"),
 }

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from .dtypes import DType
 from .errors import IllegalSchedule
+from .spec import Listed
 from .tile import Gemm, Reduce, TileProgram
 
 
@@ -87,5 +88,7 @@ def check_schedule(tp: TileProgram, binding: Binding, schedule: Schedule) -> Non
     statements = [*(s for p in tp.passes for s in (*p.step, *p.merge, *p.finish)), *tp.epilogue]
     if heads != binding.heads and any(isinstance(s, Reduce | Gemm) and s.over == "head" for s in statements):
         refuse("heads", f"a reduction over heads needs all {binding.heads} heads in one tile")
+    if schedule.rows > 1 and any(isinstance(part, Listed) for p in tp.passes for part in p.source.parts):
+        refuse("rows", "listed entries differ from row to row, so a tile holds one row")
     if schedule.partitions > 1 and len(tp.passes) > 1:
         refuse("partitions", f"the operator walks its keys {len(tp.passes)} times; partitions need one walk")

@@ -9,13 +9,13 @@ from enum import Enum
 from functools import cached_property
 
 from .dtypes import DType
-from .expr import Axes, Expr, FoldResult, children
+from .expr import Axes, Expr, FoldResult, Selected, children, walk
 from .source import Loc
 
 # Names that loop nests use for their own scalars and tensors; neither a parameter nor a tile may take one.
 _NEST_NAMES = re.compile(
     r"tile|head_block|part|seq|batch|total_rows|row0|n_rows|r0|r1|past|num_keys|q0|q1|head0|kv_head|k0|p|offsets"
-    r"|share|share_lo|share_hi|(lo|hi|kt|u|start|size|page|sees|seen|whole_lo|whole_hi|input|keys)\d\w*|part_\w+"
+    r"|row_lo|row_hi|first|share|share_lo|share_hi|(lo|hi|kt|u|start|size|page|entry|sees|seen|whole_lo|whole_hi|input|keys|order|column|window)\d\w*|part_\w+"
 )
 
 
@@ -43,14 +43,29 @@ class Declared:
 
 @dataclass(frozen=True)
 class Range:
-    """Contiguous key positions of one leaf, seen by a row where `where` holds."""
+    """Contiguous key positions of one leaf, seen by a row where `where` holds.
+
+    With `pool` > 1 the leaf holds one key per pool of that many consecutive tokens; `where` is asked of a pool's last
+    token, and only whole pools are keys.
+    """
 
     leaf: str
     where: Expr
+    pool: int = 1
     loc: Loc | None = field(default=None, compare=False)
 
 
-Part = Range  # the parts a source can be made of; entry lists and block lists join this union
+@dataclass(frozen=True)
+class Listed:
+    """Entries of one leaf that each row lists; a negative index is an unused slot."""
+
+    leaf: str
+    indices: str  # an integer parameter [row, slot]
+    slot: str  # the name of its slot axis
+    loc: Loc | None = field(default=None, compare=False)
+
+
+Part = Range | Listed
 
 
 @dataclass(frozen=True)
@@ -95,6 +110,20 @@ class Fold:
 
 
 @dataclass(frozen=True)
+class Select:
+    """The `k` best keys of each row by score: descending, equal scores by ascending key, NaN after all; then none.
+
+    Unlike a fold it wants whole rows of scores, so how they are kept is a matter of lowering.
+    """
+
+    source: int
+    score: Expr
+    k: int
+    rank: str  # the axis that counts results
+    loc: Loc | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
 class Probe:
     """A `print` or `breakpoint()` in the author's source: shown values, in order, and where."""
 
@@ -131,6 +160,12 @@ class Spec:
 
     def param(self, name: str) -> Declared:
         return next(p for p in self.params if p.name == name)
+
+    @property
+    def selects(self) -> tuple[Select, ...]:
+        """Every selection the outputs use, each once."""
+        found = (x.select for _, e in self.outputs for x in walk(e) if isinstance(x, Selected))
+        return tuple(dict.fromkeys(found))
 
     @cached_property
     def tile_axes(self) -> frozenset[str]:

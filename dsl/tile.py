@@ -76,8 +76,25 @@ class KeyPass:
 
 
 @dataclass(frozen=True)
+class SelectPass:
+    """One walk over the keys of a source that keeps a number per key, and the choice of the best afterwards."""
+
+    source: Source
+    fields: tuple[KeyField, ...]
+    step: tuple[TileStmt, ...]  # per key tile
+    order: Tile  # an integer per key: larger is better, equal is equal; NOT_A_CANDIDATE where unseen
+    k: int
+    rank: str
+    results: tuple[tuple[str, str], ...]  # output name, "indices" or "values"
+
+
+NOT_A_CANDIDATE = -(1 << 31)
+
+
+@dataclass(frozen=True)
 class TileProgram:
     operands: tuple[Param, ...]  # captured tensors read at their own axes: loaded once per tile
     passes: tuple[KeyPass, ...]
     epilogue: tuple[TileStmt, ...]  # outputs from results and operands
-    outputs: tuple[tuple[str, Tile], ...]
+    outputs: tuple[tuple[str, Tile], ...]  # of folds and operands
+    selects: tuple[SelectPass, ...] = ()

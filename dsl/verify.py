@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .errors import VerifyError
-from .expr import Coord, Dot, Elem, Expr, FoldResult, Iota, KeyField, Param, Reduction, Tile, Var, walk
-from .loops import Fetch, For, If, Kernel, KeyLoop, Let, Program, Search, Stmt, Store
+from .expr import Coord, Dot, Elem, Expr, FoldResult, Iota, KeyField, Param, Reduction, Selected, Tile, Var, walk
+from .loops import Best, Fetch, For, If, Kernel, KeyLoop, Let, Program, Search, Stmt, Store
 from .printer import show_stmt
 from .rewrite import Body, expressions, statements, written
 from .tile import Gemm, KeyPass, Map, Mask, Reduce, TileProgram
@@ -20,7 +20,7 @@ _ORDER = (
     "form_kernel", "partition_keys", "bound_key_loops", "fetch_keys", "apply_masks", "bind_coordinates",
     "hoist_invariants", "remove_unused", "allocate_tiles",
 )  # fmt: skip
-_NEVER = (Dot, Reduction, KeyField, FoldResult)  # the tile program has replaced these
+_NEVER = (Dot, Reduction, KeyField, FoldResult, Selected)  # the tile program has replaced these
 
 
 def verify_tile_program(tp: TileProgram) -> None:
@@ -117,7 +117,7 @@ def _check_definitions(k: Kernel, program: Program, after: str) -> None:
                     visit(inner, set(known))
                 case Store(tensor) if final and tensor not in tensors:
                     raise VerifyError(after=after, problem=f"{tensor} is not an argument: {_text(s)}")
-                case Let() | Search() | Map() | Reduce() | Gemm() | Mask() | Fetch():
+                case Let() | Search() | Map() | Reduce() | Gemm() | Mask() | Fetch() | Best():
                     known.update(written(s))
                 case _:
                     pass

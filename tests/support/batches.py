@@ -109,17 +109,18 @@ def content(
     lengths = [ragged.keys(b) for b in range(ragged.batch)]
     widths = dim, dim if value_dim is None else value_dim
     k, v = (tuple(normal(rng, n, kv_heads, w, dtype=dtype) for n in lengths) for w in widths)
-    scales: list[tuple[Tensor, ...] | None] = [None, None]
+    k_scale = v_scale = None
     if dtype == F8:
         granularity = granularity or max(widths)
-        scales = [
-            tuple(torch.from_numpy(rng.uniform(0.25, 2, (n, kv_heads, -(-w // granularity)))).float() for n in lengths)
-            for w in widths
-        ]
+        k_scale, v_scale = (_scales(rng, lengths, kv_heads, -(-w // granularity)) for w in widths)
     if q_dtype is None:
         q_dtype = torch.float32 if dtype == F8 else dtype
     q = normal(rng, sum(ragged.rows), heads, dim, dtype=q_dtype)
-    return Content(ragged, q, k, v, *scales, granularity)
+    return Content(ragged, q, k, v, k_scale, v_scale, granularity)
+
+
+def _scales(rng: np.random.Generator, lengths: Sequence[int], *shape: int) -> tuple[Tensor, ...]:
+    return tuple(torch.from_numpy(rng.uniform(0.25, 2, (n, *shape))).float() for n in lengths)
 
 
 # ---- places in memory ------------------------------------------------------------------------------------------------
@@ -204,15 +205,19 @@ def place(
         dtype=torch.int64,
     )
     table = table.reshape(ragged.batch, width).to(index_dtype)
-    scales = {"k_scales": stores.get("k_scale"), "v_scales": stores.get("v_scale")}
     if form in ("blocks", "slice"):
-        blocks = torch.stack([torch.stack(stores["k"]), torch.stack(stores["v"])]) if form == "blocks" else None
-        return _of_blocks(stores, table, past, data.granularity, blocks is None)
+        return _of_blocks(stores, table, past, data.granularity, form == "slice")
     if form == "csr":
         return _of_lists(data, stores, pages, page_size)
-    named = {n: s for n, s in scales.items() if s is not None}
     return PagedKVCache.from_block_table(
-        stores["k"], stores["v"], table, past, layout=form, quantization_granularity=data.granularity, **named
+        stores["k"],
+        stores["v"],
+        table,
+        past,
+        layout=form,
+        k_scales=stores.get("k_scale"),
+        v_scales=stores.get("v_scale"),
+        quantization_granularity=data.granularity,
     )
 
 
@@ -240,7 +245,7 @@ def _store(
 def _of_blocks(
     stores: dict[str, list[Tensor]], table: Tensor, past: Tensor, granularity: int | None, sliced: bool
 ) -> PagedKVCache:
-    """One tensor [pages, kv_dim, layers, page_size, kv_heads, width]; `sliced`: every axis a slice of a larger buffer."""
+    """One tensor [pages, kv_dim, layers, page_size, kv_heads, width]; `sliced`: a slice of a larger buffer, in all."""
 
     def block(k: list[Tensor], v: list[Tensor]) -> Tensor:
         whole = torch.stack([torch.stack(k, 1), torch.stack(v, 1)], 1)
@@ -266,7 +271,6 @@ def _of_lists(data: Content, stores: dict[str, list[Tensor]], pages: Pages, page
     def ints(values: Sequence[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int32)
 
-    named = {n + "s": stores[n] for n in ("k_scale", "v_scale") if n in stores}
     return PagedKVCache.from_csr(
         stores["k"],
         stores["v"],
@@ -274,6 +278,7 @@ def _of_lists(data: Content, stores: dict[str, list[Tensor]], pages: Pages, page
         ints([p for row in lists for p in row]),
         ints(last),
         data.offsets,
+        k_scales=stores.get("k_scale"),
+        v_scales=stores.get("v_scale"),
         quantization_granularity=data.granularity,
-        **named,
     )

@@ -96,7 +96,8 @@ def attend(s: Floats, v: Floats, sink: float | None = None) -> Floats:
         return np.zeros(v.shape[1])
     m = max(float(s.max()), -math.inf if sink is None else sink)
     p = np.exp(s - m)
-    return (p @ v) / (p.sum() + (0.0 if sink is None else math.exp(sink - m)))
+    out: Floats = (p @ v) / (p.sum() + (0.0 if sink is None else math.exp(sink - m)))
+    return out
 
 
 def flash(

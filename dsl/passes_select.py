@@ -1,0 +1,75 @@
+"""Kernels for selections: scores of a window of rows as order keys, then the best of each row."""
+
+from __future__ import annotations
+
+from .context import ROW_OK, Context
+from .dtypes import i32
+from .expr import Const, Coord, Elem, Expr, Iota, Param, Tile, Var, at_least, both, less, op, sub, where
+from .loops import Arg, Best, Fetch, Kernel, KeyLoop, Stmt, Store
+from .spec import Listed
+from .tile import NOT_A_CANDIDATE, SelectPass
+
+
+def window_name(number: int) -> str:
+    return f"window{number}"
+
+
+def window_workspace(number: int, s: SelectPass, cx: Context) -> Arg:
+    """Order keys [rows of the window, (heads,) columns]; a column is a key of a range, a slot of a list."""
+    heads = (cx.binding.heads,) if "head" in s.order.axes else ()
+    return Arg(window_name(number), i32, ("window_rows", *heads, f"columns{number}"), NOT_A_CANDIDATE)
+
+
+def column_count(s: SelectPass, part: int, cx: Context) -> Expr:
+    """Columns a sequence's rows have."""
+    (only,) = s.source.parts
+    return Var(f"{only.indices}_{only.slot}") if isinstance(only, Listed) else cx.key_count(cx.parts[part])
+
+
+def select_kernels(
+    number: int, s: SelectPass, part: int, start: tuple[Stmt, ...], cx: Context
+) -> tuple[Kernel, Kernel]:
+    """before: a selection
+    after:  kernel: for keys: score; window[row, column] = order key
+            kernel: columns = best of window[row]; keys of the columns; stores
+    """
+    (only,) = s.source.parts
+    fetch = Fetch(only.leaf, tuple((f.name, Tile(f"keys{f.source}_{f.name}", f.axes)) for f in s.fields))
+    count = column_count(s, part, cx)
+    column = Coord("column", ("key",))
+    keep = Store(window_name(number), (*_spot(s), column), s.order, s.order.axes, less(column, count))
+    grid = (("tile", cx.row_tiles), ("head_block", Const(cx.binding.heads // cx.heads)))
+    scores = Kernel(f"scores{number}", grid, (), (), (*start, KeyLoop(part, only, (fetch, *s.step, keep))))
+
+    axes = (*(a for a in s.order.axes if a != "key"), s.rank)
+    columns = Tile(f"column{number}", axes, i32)
+    body: list[Stmt] = [Best(columns, window_name(number), _spot(s), count)]
+    for name, result in s.results:
+        body.append(
+            Store(name, (*map(_output_spot, axes[:-1]), Iota(s.rank)), _result(result, number, s, columns), axes)
+        )
+    return scores, Kernel(f"select{number}", grid, (), (), tuple(body))
+
+
+def _spot(s: SelectPass) -> tuple[Expr, ...]:
+    """Where a tile's rows (and heads) stand in the window."""
+    row = sub(Coord("row", ("row",)), Var("row_lo"))
+    return (row, Coord("head", ("head",))) if "head" in s.order.axes else (row,)
+
+
+def _output_spot(axis: str) -> Expr:
+    return Coord(axis, (axis,))
+
+
+def _result(result: str, number: int, s: SelectPass, columns: Tile) -> Expr:
+    (only,) = s.source.parts
+    chosen = at_least(columns, 0)
+    if result == "values":
+        kept = Elem(window_name(number), (*_spot(s), columns), i32, both(chosen, ROW_OK))
+        bits = op("bitxor", kept, op("bitand", op("shr", kept, Const(31)), Const(0x7FFFFFFF)))
+        nan = op("eq", kept, Const(NOT_A_CANDIDATE + 1))
+        return where(chosen, where(nan, Const(float("nan")), op("from_bits", bits)), -float("inf"))
+    if isinstance(only, Listed):
+        listed = Param(only.indices, ("row", only.slot), i32, ((only.slot, columns),))
+        return where(chosen, listed, -1)
+    return columns
