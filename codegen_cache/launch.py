@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from tilewright.dsl import knobs
-from tilewright.dsl.dtypes import DTYPES, DType
+from tilewright.dsl.dtypes import DType
 from tilewright.dsl.errors import ArgumentDeviceError, ArgumentError
+from tilewright.dsl.interp import DEFAULT_BUDGET
 from tilewright.dsl.lang import Operator
 from tilewright.dsl.schedule import Schedule
 from tilewright.dsl.spec import Spec
@@ -63,6 +64,7 @@ def run(
     output_dtypes: Mapping[str, DType] | None = None,
     schedule: Schedule | None = None,
     partitions: int = 1,
+    budget_bytes: int = DEFAULT_BUDGET,
     target: str | None = None,
     op: str | None = None,
     names: Mapping[str, str] | None = None,
@@ -76,6 +78,7 @@ def run(
     constants: values of the operator's compile-time constants.
     outputs: buffers to write some or all outputs into; the others are allocated, in `output_dtypes` (default: float32).
     schedule: tile sizes; default by the batch. partitions: parts the keys are cut into, without a schedule.
+    budget_bytes: what scores kept for a selection may take at once; rows are run a window at a time.
     names, op: what error messages call parameters and the call.
 
     Raises the `Argument*` errors, IllegalSchedule, UnknownTarget; outputs are untouched by then.
@@ -90,19 +93,19 @@ def run(
         )
     spec = _trace(op, operator, arguments, constants or {})
     given = {n: as_tensor(op, names.get(n, n), t) for n, t in (outputs or {}).items() if t is not None}
-    dtypes = {n: _output_dtype(n, given, output_dtypes or {}) for n, _ in spec.outputs}
+    dtypes = {n: _output_dtype(n, e.dtype, given, output_dtypes or {}) for n, e in spec.outputs}
     bound = bind(op, spec, arguments, offsets, dtypes, names)
     chosen = choose_target(op, target, bound.device)
     results = _results(op, spec, bound, given, outputs or {}, dtypes, names)
     checked = knobs.VALIDATE.get()
     if checked is not False:
         expect_row_offsets(op, names["offsets"], offsets, batch=bound.batch, rows=bound.rows)
-    default = replace(default_schedule(chosen, bound.binding, bound.rows, bound.batch), partitions=partitions)
+    default = replace(default_schedule(chosen, spec, bound.binding, bound.rows, bound.batch), partitions=partitions)
     ready = program_for(spec, operator.loc, bound.binding, schedule or default, chosen, check_finite=checked is True)
     if checked is not False:
         validate(op, spec, ready.program, bound, offsets.to(torch.int64).numpy(), names)
     if bound.rows:
-        _execute(op, ready, bound, offsets, results, set(given), checked is True)
+        _execute(op, ready, bound, offsets, results, set(given), checked is True, budget_bytes)
     return results
 
 
@@ -114,13 +117,14 @@ def _execute(
     results: dict[str, Tensor],
     given: set[str],
     contents: bool,
+    budget_bytes: int,
 ) -> None:
     """Run the program. One that may yet refuse a value leaves the caller's buffers alone until it has finished."""
     start = time.perf_counter()
     may_fail = contents or not all(r.exact for r in ready.program.reach)
     made = {n: torch.empty_like(t) if may_fail and n in given else t for n, t in results.items()}
     tensors = {**bound.tensors, "offsets": offsets, **made}
-    ready.interpreter.run(tensors, bound.scalars, threads=knobs.THREADS.get())
+    ready.interpreter.run(tensors, bound.scalars, threads=knobs.THREADS.get(), budget_bytes=budget_bytes)
     for n, t in results.items():
         if made[n] is not t:
             t.copy_(made[n])
@@ -141,10 +145,11 @@ def _trace(op: str, operator: Operator, arguments: Mapping[str, object], constan
     return operator.trace(**constants, **absent)
 
 
-def _output_dtype(name: str, given: Mapping[str, Tensor], wanted: Mapping[str, DType]) -> DType:
+def _output_dtype(name: str, computed: DType, given: Mapping[str, Tensor], wanted: Mapping[str, DType]) -> DType:
+    """As asked for, else as the buffer given has it, else as it is computed: float32 or int32."""
     if name in wanted:
         return wanted[name]
-    return dtype_of(given[name]) if name in given else DTYPES["float32"]
+    return dtype_of(given[name]) if name in given else computed
 
 
 def _results(

@@ -35,8 +35,7 @@ class Context:
         # here, because SymPy takes longer to import than everything else together
         from .bounds import LISTED, analyse
 
-        sources = [*(p.source for p in tp.passes), *(s.source for s in tp.selects)]
-        parts = tuple(part for s in sources for part in s.parts)
+        parts = tuple(part for source in tp.sources for part in source.parts)
         return Context(
             spec,
             tp,

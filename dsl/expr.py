@@ -292,6 +292,11 @@ def walk(e: Expr) -> Iterator[Expr]:
         yield from walk(c)
 
 
+def walk_open(e: Expr) -> list[Expr]:
+    """`e` and what is below it, not looking into results of reductions: those have no keys any more."""
+    return [e] if isinstance(e, FoldResult | Selected) else [e, *(x for c in children(e) for x in walk_open(c))]
+
+
 def loc_of(e: Expr) -> Loc | None:
     match e:
         case Op() | Dot() | Reduction() | FoldResult() | Selected() | Param() | Elem():

@@ -13,7 +13,7 @@ from typing import NoReturn, TypeAlias, overload
 from . import errors
 from .annotations import Annotation
 from .dtypes import Kind, f32
-from .expr import Axes, Expr, KeyField, Param, loc_of, ordered, walk
+from .expr import Axes, Expr, FoldResult, KeyField, Param, loc_of, ordered, walk, walk_open
 from .printer import show
 from .probes import traced_builtins
 from .source import Loc, here
@@ -139,8 +139,9 @@ class Operator:
 
         Raises an `AuthorError` at the author's file, line and column where the declaration makes no sense.
         """
+        memo = frozenset((name, _identity(value)) for name, value in constants.items())
         try:
-            memo = frozenset((name, type(value), value) for name, value in constants.items())
+            hash(memo)
         except TypeError:  # an unhashable constant: traced again each time
             return self._trace(constants)
         if memo not in self._specs:
@@ -152,6 +153,11 @@ class Operator:
         args, params = self._bind(trace, dict(constants))
         result = traced_builtins(self.fn, trace.probes)(**args)
         outputs = self._read_outputs(result)
+        for probe in trace.probes:
+            for name, e in probe.values:
+                if "key" in e.axes and any(isinstance(x, FoldResult) for x in walk_open(e)):
+                    problem = f"{name} has a value per key, and needs a reduction that is known after the keys"
+                    raise errors.AxisMismatch(loc=probe.loc, what=probe.kind, problem=problem)
         return Spec(self.name, params, tuple(trace.sources), outputs, self.positions, tuple(trace.probes))
 
     def _bind(self, trace: Trace, constants: dict[str, object]) -> tuple[dict[str, object], tuple[Declared, ...]]:
@@ -189,8 +195,18 @@ class Operator:
                     f"output {name!r} has axes [{', '.join(value.axes)}]; an output has one entry per row, none per key"
                 )
                 raise errors.AxisMismatch(loc=loc_of(value.expr) or self.loc, what=self.name, problem=problem)
+            if name in self._taken or is_reserved(str(name)) or not str(name).isidentifier():
+                raise self._bad(f"output {name!r} needs a name of its own, which neither a parameter nor a loop nest has")
+            self._expect_folded(f"output {name!r}", value.expr)
             out.append((str(name), value.expr))
         return tuple(out)
+
+    def _expect_folded(self, what: str, e: Expr) -> None:
+        """No value per key in what is computed once the keys have been walked."""
+        for x in walk_open(e):
+            if "key" in x.axes:
+                problem = f"{what} reads {show(x)}, which has a value per key, outside a reduction over keys"
+                raise errors.AxisMismatch(loc=loc_of(x) or loc_of(e) or self.loc, what=self.name, problem=problem)
 
     def _bad(self, problem: str) -> errors.BadDeclaration:
         return errors.BadDeclaration(loc=self.loc, op=self.name, problem=problem)
@@ -214,7 +230,19 @@ class Operator:
             if len(set(a.axes)) != len(a.axes):
                 raise self._bad(f"parameter {name!r} repeats an axis: [{', '.join(a.axes)}]")
             out[name] = (a, p.default)
+        self._taken = self._read_names(out)
         return out
+
+    def _read_names(self, parameters: Mapping[str, tuple[Annotation, object]]) -> dict[str, str]:
+        """The names that loop nests use for each parameter and what belongs to it, such as a cache's lengths."""
+        taken: dict[str, str] = {}
+        for name, (a, _) in parameters.items():
+            own = {ParamKind.PAGED: _LEAF_NAMES, ParamKind.TENSOR: a.axes}.get(a.kind, ()) if a.kind else ()
+            for n in (name, *(f"{name}_{x}" for x in own)) if a.kind else ():
+                if n in taken:
+                    raise self._bad(f"parameters {taken[n]!r} and {name!r} both claim the name {n!r}; choose others")
+                taken[n] = name
+        return taken
 
     def _leaf_of_positions(self, positions: str | None) -> str | None:
         paged = [n for n, (a, _) in self.parameters.items() if a.kind is ParamKind.PAGED]
@@ -225,6 +253,16 @@ class Operator:
                 f"several paged caches ({', '.join(paged)}): say whose lengths define pos, @op(positions=...)"
             )
         return positions or next(iter(paged), None)
+
+
+_LEAF_NAMES = ("table", "lengths", "k", "v", "k_scale", "v_scale", "pages", "max_pages")
+
+
+def _identity(value: object) -> object:
+    """What tells constants apart: equality, but 1 is not 1.0 nor True, inside tuples either."""
+    if isinstance(value, tuple):
+        return (type(value), *map(_identity, value))
+    return (type(value), repr(value) if isinstance(value, float) else value)
 
 
 def _stand_in(trace: Trace, d: Declared) -> Value | Leaf:

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from . import errors
 from .dtypes import Kind
-from .expr import Expr, FoldResult, KeyField, Selected, Tile, children, ordered, walk
+from .expr import Expr, FoldResult, KeyField, Selected, Tile, ordered, walk, walk_open
 from .source import here
 from .spec import Fold, Select, State
 from .value import HasValue, Operand, Value, as_expr, describe, dot, exp, log, maximum, reduce_over, where
@@ -122,13 +122,6 @@ def _source_of(name: str, inputs: Mapping[str, Expr]) -> int:
         )
         raise errors.AxisMismatch(loc=here(), what=name, problem=problem)
     return sources.pop()
-
-
-def walk_open(e: Expr) -> list[Expr]:
-    """`e` and what is below it, not looking into results of other folds: those have no keys any more."""
-    if isinstance(e, FoldResult):
-        return [e]
-    return [e, *(x for c in children(e) for x in walk_open(c))]
 
 
 # ---- the reducers of the language ------------------------------------------------------------------------------------

@@ -86,9 +86,12 @@ def check_schedule(tp: TileProgram, binding: Binding, schedule: Schedule) -> Non
     if binding.group % heads:
         refuse("heads", f"does not divide the group of {binding.group} query heads that share a key-value head")
     statements = [*(s for p in tp.passes for s in (*p.step, *p.merge, *p.finish)), *tp.epilogue]
+    statements += [s for p in tp.selects for s in p.step]
     if heads != binding.heads and any(isinstance(s, Reduce | Gemm) and s.over == "head" for s in statements):
         refuse("heads", f"a reduction over heads needs all {binding.heads} heads in one tile")
-    if schedule.rows > 1 and any(isinstance(part, Listed) for p in tp.passes for part in p.source.parts):
+    if schedule.rows > 1 and any(isinstance(part, Listed) for source in tp.sources for part in source.parts):
         refuse("rows", "listed entries differ from row to row, so a tile holds one row")
+    if schedule.partitions > 1 and tp.selects:
+        refuse("partitions", "a selection wants whole rows of scores")
     if schedule.partitions > 1 and len(tp.passes) > 1:
         refuse("partitions", f"the operator walks its keys {len(tp.passes)} times; partitions need one walk")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from .errors import UnknownTarget
 from .schedule import Binding, Schedule
+from .spec import Listed, Spec
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,13 @@ def target_named(name: str) -> Target:
     return TARGETS[name]
 
 
-def default_schedule(target: Target, binding: Binding, rows: int, batch: int) -> Schedule:
+def default_schedule(target: Target, spec: Spec, binding: Binding, rows: int, batch: int) -> Schedule:
     """The schedule used where none was tuned, by the mean number of query rows of a sequence."""
     mean = -(-rows // max(1, batch))
+    if any(isinstance(part, Listed) for source in spec.sources for part in source.parts):
+        return Schedule(rows=1, keys=512)
+    if spec.selects:  # scores of all heads share a tile, so fewer rows do
+        return Schedule(rows=max(1, min(8, mean, 512 // binding.group)), keys=1024)
     if mean <= 4:
         return Schedule(rows=max(1, mean), keys=512)
     return Schedule(rows=min(128, 1 << (mean - 1).bit_length()))

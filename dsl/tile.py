@@ -98,3 +98,8 @@ class TileProgram:
     epilogue: tuple[TileStmt, ...]  # outputs from results and operands
     outputs: tuple[tuple[str, Tile], ...]  # of folds and operands
     selects: tuple[SelectPass, ...] = ()
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The source of every walk over keys, in order."""
+        return (*(p.source for p in self.passes), *(s.source for s in self.selects))

@@ -63,7 +63,7 @@ operator_options = _options(
         "OPERAND=none leaves out an optional operand."
     )),
     click.option("--heads", type=POSITIVE, metavar="N", default=8, show_default=True, help="Query heads."),
-    click.option("--kv-heads", type=POSITIVE, metavar="N", help="Key-value heads.  [default: 2, 1 if heads are summed]"),
+    click.option("--kv-heads", type=POSITIVE, metavar="N", help="Key-value heads.  [default: 2, 1 to sum over heads]"),
     click.option("--dim", "dims", multiple=True, metavar="AXIS=N", help="Extent of any other axis.  [default: 64]"),
     click.option("--page-size", type=POSITIVE, metavar="N", default=16, show_default=True, help="Keys in a page."),
     click.option("--dtype", type=click.Choice(FLOATS), default="float32", show_default=True, help="Of all tensors."),

@@ -263,7 +263,7 @@ def _of_blocks(
 
 
 def _of_lists(data: Content, stores: dict[str, list[Tensor]], pages: Pages, page_size: int) -> PagedKVCache:
-    lists = [row for row in pages.table]
+    lists = pages.table
     ends = np.cumsum([0, *map(len, lists)])
     lengths = [data.ragged.keys(b) for b in range(data.ragged.batch)]
     last = [(n - 1) % page_size + 1 if n else 0 for n in lengths]

@@ -1,4 +1,4 @@
-"""Attention in float64, written literally from sections 2 and 3 of the semantics: loops over sequences, rows and heads."""
+"""Attention in float64, written literally from sections 2 and 3 of the semantics: loops over rows and heads."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2e-2, 4e-3), torch.fl
 
 
 def assert_close(actual: torch.Tensor, expected: npt.ArrayLike, *, rtol: float = 0.0, atol: float = 0.0) -> None:
-    """Equal within the tolerance of actual's dtype, or the wider one given; NaN equals nothing, infinity only itself."""
+    """Equal within the tolerance of the dtype, or the wider one given; NaN equals nothing, infinity only itself."""
     r, a = TOLERANCE[actual.dtype]
     np.testing.assert_allclose(
         actual.to(torch.float64).numpy(), np.asarray(expected), rtol=max(r, rtol), atol=max(a, atol), equal_nan=False

@@ -54,7 +54,7 @@ def plan(inputs: Inputs, schedule_text: str | None, target: str | None) -> Plan:
     dtypes = {n: DTYPES["float32"] for n, _ in spec.outputs}
     bound = bind(name, spec, inputs.arguments, inputs.input_row_offsets, dtypes, {})
     chosen = choose_target(name, target, bound.device)
-    default = default_schedule(chosen, bound.binding, bound.rows, bound.batch)
+    default = default_schedule(chosen, spec, bound.binding, bound.rows, bound.batch)
     return Plan(inputs, bound, chosen, read_schedule(schedule_text, default))
 
 
