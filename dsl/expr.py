@@ -27,9 +27,17 @@ def ordered(axes: Iterable[str]) -> Axes:
     return tuple(sorted(set(axes), key=lambda a: (_RANK.get(a, 3), a)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Const:
+    """A number. 1, 1.0 and True are three."""
+
     value: Number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Const) and type(self.value) is type(other.value) and self.value == other.value
+
+    def __hash__(self) -> int:
+        return hash((type(self.value), self.value))
 
     @property
     def axes(self) -> Axes:
@@ -317,16 +325,16 @@ def op(name: str, *args: Expr, loc: Loc | None = None) -> Expr:
         if not divides_by_zero:
             return Const(OPS[name].number(*(a.value for a in args if isinstance(a, Const))))
     match name, args:
-        case ("add" | "sub", (a, Const(0))) if a.dtype is not f32:
+        case ("add" | "sub", (a, b)) if a.dtype is i32 and b == Const(0):
             return a
-        case ("add", (Const(0), a)) if a.dtype is not f32:
+        case ("add", (a, b)) if b.dtype is i32 and a == Const(0):
+            return b
+        case ("mul" | "floordiv", (a, b)) if a.dtype is i32 and b == Const(1):
             return a
-        case ("mul" | "floordiv", (a, Const(1))) if a.dtype is not f32:
-            return a
-        case ("mul", (Const(1), a)) if a.dtype is not f32:
-            return a
+        case ("mul", (a, b)) if b.dtype is i32 and a == Const(1):
+            return b
         case ("add", (Op("add", (a, Const(x))), Const(y))) | ("add", (Op("add", (Const(x), a)), Const(y))) if (
-            a.dtype is i32
+            a.dtype is i32 and isinstance(x, int) and isinstance(y, int)
         ):
             return op("add", a, Const(x + y))
         case (

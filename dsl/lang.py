@@ -158,7 +158,8 @@ class Operator:
                 if "key" in e.axes and any(isinstance(x, FoldResult) for x in walk_open(e)):
                     problem = f"{name} has a value per key, and needs a reduction that is known after the keys"
                     raise errors.AxisMismatch(loc=probe.loc, what=probe.kind, problem=problem)
-        return Spec(self.name, params, tuple(trace.sources), outputs, self.positions, tuple(trace.probes))
+        positions = self.positions if any(p.name == self.positions for p in params) else None
+        return Spec(self.name, params, tuple(trace.sources), outputs, positions, tuple(trace.probes))
 
     def _bind(self, trace: Trace, constants: dict[str, object]) -> tuple[dict[str, object], tuple[Declared, ...]]:
         args: dict[str, object] = {}
@@ -196,7 +197,7 @@ class Operator:
                 )
                 raise errors.AxisMismatch(loc=loc_of(value.expr) or self.loc, what=self.name, problem=problem)
             if name in self._taken or is_reserved(str(name)) or not str(name).isidentifier():
-                raise self._bad(f"output {name!r} needs a name of its own, which neither a parameter nor a loop nest has")
+                raise self._bad(f"output {name!r} takes a name that a parameter or a loop nest has; choose another")
             self._expect_folded(f"output {name!r}", value.expr)
             out.append((str(name), value.expr))
         return tuple(out)

@@ -1,4 +1,4 @@
-"""Text of every level. Golden tests, `tilewright show` and the fingerprint read it, so it is stable and complete."""
+"""Text of every level. Golden tests and `tilewright show` read it, so it is stable and complete."""
 
 from __future__ import annotations
 
@@ -113,10 +113,10 @@ def _with_shared(exprs: tuple[tuple[str, Expr], ...], pad: str, known: dict[Expr
     return lines
 
 
-def show_spec(spec: Spec, *, named: bool = True) -> str:
-    """The traced operator. Without `named`, only what it means: the text its fingerprint is made of."""
+def show_spec(spec: Spec) -> str:
+    """The traced operator."""
     results: dict[Expr, str] = {FoldResult(f, r): f"fold{n}.{r}" for n, f in enumerate(spec.folds) for r, _ in f.finish}
-    lines = [f"operator {spec.name}"] if named else []
+    lines = [f"operator {spec.name}"]
     for p in spec.params:
         extra = f" values [{', '.join(p.value_axes)}]" if p.value_axes and p.value_axes != p.axes else ""
         lines.append(f"param {p.name}: {p.kind.value}{_axes(p.axes)}{extra} {p.dtype or 'bound'}".rstrip())
@@ -125,15 +125,15 @@ def show_spec(spec: Spec, *, named: bool = True) -> str:
     for n, s in enumerate(spec.sources):
         lines += [f"keys{n} += {show_part(p)}" for p in s.parts]
     for n, f in enumerate(spec.folds):
-        lines += _fold_lines(f, n, results, named)
+        lines += _fold_lines(f, n, results)
     lines += _with_shared(tuple((f"output {n}{_axes(e.axes)}", e) for n, e in spec.outputs), "", results)
     for probe in spec.probes:
         lines += _with_shared(tuple((f"{probe.kind} {n}", e) for n, e in probe.values), "", results)
     return "\n".join(lines) + "\n"
 
 
-def _fold_lines(f: Fold, number: int, results: dict[Expr, str], named: bool) -> list[str]:
-    out = [f"fold{number}" + (f" ({f.name})" if named else "") + f" over keys{f.source}:"]
+def _fold_lines(f: Fold, number: int, results: dict[Expr, str]) -> list[str]:
+    out = [f"fold{number} ({f.name}) over keys{f.source}:"]
     out += _with_shared(tuple((f"input{n}{_axes(e.axes)}", e) for n, e in enumerate(f.inputs)), "  ", results)
     out += [f"  input{n} unseen = {a}" for n, a in enumerate(f.absent) if a is not None]
     out += [f"  state {s.name}{_axes(s.axes)} from {s.init}" for s in f.states]

@@ -78,8 +78,12 @@ def check_schedule(tp: TileProgram, binding: Binding, schedule: Schedule) -> Non
 
     for name in ("rows", "heads", "keys", "partitions"):
         value = getattr(schedule, name)
-        if (value is not None or name != "heads") and (type(value) is not int or value < 1):
-            refuse(name, "must be an integer, at least 1")
+        if value is None and name == "heads":
+            continue
+        if type(value) is not int:
+            refuse(name, "must be an integer")
+        elif value < 1:
+            refuse(name, "must be at least 1")
     if schedule.masks not in MASKS:
         refuse("masks", f"must be one of {', '.join(MASKS)}")
     heads = schedule.heads_per_tile(binding)

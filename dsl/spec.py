@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from dataclasses import dataclass, field
 from enum import Enum
@@ -187,6 +186,6 @@ class Spec:
     @cached_property
     def fingerprint(self) -> str:
         """Depends only on what the operator means: not on comments, names of locals, files, or its own name."""
-        from .printer import show_spec
+        from .fingerprint import fingerprint
 
-        return hashlib.sha256(show_spec(self, named=False).encode()).hexdigest()[:16]
+        return fingerprint(self)

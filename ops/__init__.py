@@ -2,6 +2,8 @@
 
 from .cache import PagedKVCache, PagedLeaf
 from .flash_attention import DecodeDispatchMetadata, generic_flash_attention_kv_cache_ragged_sink
+from .indexer import mla_indexer_ragged_float8_paged
+from .latent_attention import latent_sparse_attention_ragged_paged
 from .masks import MASKS
 from .merge import merge_states
 
@@ -11,5 +13,7 @@ __all__ = [
     "PagedKVCache",
     "PagedLeaf",
     "generic_flash_attention_kv_cache_ragged_sink",
+    "latent_sparse_attention_ragged_paged",
     "merge_states",
+    "mla_indexer_ragged_float8_paged",
 ]

@@ -10,14 +10,15 @@ from tilewright.codegen_cache.bind import dtype_of
 from tilewright.codegen_cache.checks import ROW_DTYPES, Array, as_tensor, expect_dtype, expect_int, expect_shape
 from tilewright.codegen_cache.launch import run
 from tilewright.dsl.annotations import Const, Paged, PerHead, Rows, Scalar
-from tilewright.dsl.dtypes import DTYPES, DType, f32
-from tilewright.dsl.errors import ArgumentDTypeError, ArgumentError, ArgumentTypeError
+from tilewright.dsl.dtypes import f32
+from tilewright.dsl.errors import ArgumentError, ArgumentTypeError
 from tilewright.dsl.lang import op
 from tilewright.dsl.reducers import lse, softmax
 from tilewright.dsl.value import dot
 
 from .cache import PagedKVCache
 from .masks import mask_named
+from .options import output_dtype_of
 
 
 @op
@@ -108,22 +109,13 @@ def generic_flash_attention_kv_cache_ragged_sink(
         input_row_offsets,
         constants={"mask": mask, "with_lse": bool(return_lse)},
         outputs={"out": output},
-        output_dtypes={"out": _output_dtype(name, q, output_dtype)},
+        output_dtypes={"out": output_dtype_of(name, dtype_of(q), output_dtype)},
         partitions=_partitions(name, decode_dispatch_metadata),
         target=target,
         op=name,
         names={"kv": "kv_collection", "sink": "sink_weights", "out": "output"},
     )
     return (results["out"], results["lse"]) if return_lse else results["out"]
-
-
-def _output_dtype(name: str, q: Tensor, wanted: object) -> DType:
-    if wanted is None:
-        return dtype_of(q)
-    text = str(wanted).removeprefix("torch.")
-    if text not in ("float32", "float16", "bfloat16"):
-        raise ArgumentDTypeError(op=name, argument="output_dtype", got=text, expected="float32, float16 or bfloat16")
-    return DTYPES[text]
 
 
 def _partitions(name: str, metadata: DecodeDispatchMetadata | int | None) -> int:

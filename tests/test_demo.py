@@ -15,7 +15,9 @@ from click.testing import CliRunner, Result
 from tilewright import references
 from tilewright.cli import main
 from tilewright.demo import cases, model, peers, report
-from tilewright.random_inputs import Sizes, random_inputs
+from tilewright.ops.flash_attention import generic_flash_attention_kv_cache_ragged_sink
+from tilewright.ops.masks import MASKS
+from tilewright.random_inputs import Inputs, Sizes, random_inputs
 
 SMALL = Sizes((9, 4, 1, 1), (0, 12, 7, 40), dims={"dim": 16})
 
@@ -47,7 +49,7 @@ def test_every_kind_of_case_is_there() -> None:
     assert len(set(names)) == len(names)
     for text in ("mixed", "partitions", "bfloat16", "float8", "pages of 7", "ALiBi"):
         assert any(text in n for n in names), text
-    assert {f"mask {m}" for m in cases.MASKS} - set(names) == {"mask causal"}
+    assert {f"mask {m}" for m in MASKS} - set(names) == {"mask causal"}
 
 
 @pytest.mark.parametrize("case", few(), ids=lambda c: c.name)
@@ -62,7 +64,7 @@ def test_a_wrong_operator_is_noticed() -> None:
     """An operator that leaves out the sink is far from the reference."""
     case = few()[0]
 
-    def without_sink(inputs: cases.Inputs) -> Callable[[], torch.Tensor]:
+    def without_sink(inputs: Inputs) -> Callable[[], torch.Tensor]:
         return lambda: torch.cat(peers.sdpa(random_inputs(case.operator, {**case.constants, "sink": None}, SMALL))())
 
     (result,) = cases.run_cases([cases.Case(**{**vars(case), "ours": without_sink})])
@@ -131,7 +133,7 @@ def test_demo_json() -> None:
 @pytest.mark.parametrize("fault", ["sink", "window", "scale"])
 def test_demo_notices_a_broken_attention(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit status 1 when the attention is not the model's."""
-    right = model.generic_flash_attention_kv_cache_ragged_sink
+    right = generic_flash_attention_kv_cache_ragged_sink
 
     def wrong(q, offsets, cache, layer, scale, sink, *, mask_str, local_window_size):  # type: ignore[no-untyped-def]
         if fault == "window" and local_window_size > 0:

@@ -107,15 +107,17 @@ def show(
     from .commands import show as levels
     from .commands.operators import authors_errors, find
     from .commands.output import echo_json, echo_program
-    from .dsl.schedule import Schedule
+    from .dsl.targets import default_schedule, target_named
     from .random_inputs import binding_of
 
     operator = find(op).operator
     sizes = read.sizes(**shape)  # type: ignore[arg-type]  # click has read them by their types
     with authors_errors(operator.loc.file, f"tracing {operator.name}"):
         spec = operator.trace(**read.constants(operator, constants))
-    chosen = read.schedule(schedule, Schedule())
-    stages = levels.stages(spec, binding_of(spec, sizes), chosen, level, after)
+    binding = binding_of(spec, sizes)
+    default = default_schedule(target_named("interpret"), spec, binding, sum(sizes.rows), len(sizes.rows))
+    chosen = read.schedule(schedule, default)
+    stages = levels.stages(spec, binding, chosen, level, after)
     if as_json:
         shown = {"schedule": asdict(chosen)} if level == "loops" else {}
         echo_json({"operator": operator.name, "level": level, **shown, "stages": [asdict(s) for s in stages]})

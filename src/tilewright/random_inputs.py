@@ -18,7 +18,7 @@ from tilewright.dsl.errors import ArgumentValueError
 from tilewright.dsl.expr import Expr, KeyField, Reduction, walk
 from tilewright.dsl.lang import Operator
 from tilewright.dsl.schedule import Binding, LeafBinding
-from tilewright.dsl.spec import Declared, ParamKind, Spec
+from tilewright.dsl.spec import Declared, Listed, ParamKind, Range, Spec
 from tilewright.ops.cache import PagedKVCache, PagedLeaf
 
 SPARE_PAGES = 3  # pages of a pool that no sequence owns: all NaN, and what stale table entries point to
@@ -48,14 +48,16 @@ class Sizes:
 
 @dataclass(frozen=True, eq=False)
 class DenseLeaf:
-    """One sequence's rows of a paged cache, in float64, stored values times their scales.
+    """One sequence's rows of a paged cache, in float64, as the operator reads them.
 
     k: [heads, keys, dim], v: [heads, keys, value_dim], None in a cache of keys alone. Per query head: the rows of a
-    key-value head stand once for each head of its group.
+    key-value head stand once for each head of its group. Stored values times their scales; in a cache declared by its
+    stored dtype, `Paged["dim", f8e4m3]`, what is stored, and scale [heads, keys] is that of the key rows.
     """
 
     k: Tensor
     v: Tensor | None
+    scale: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +80,7 @@ class Inputs:
 
         tensor   its rows of this sequence where it has a row axis, its entry where it has a seq axis, else all of it
         scalar   the number
-        paged    a DenseLeaf: `.k` [heads, keys, dim] and `.v` [heads, keys, value_dim]
+        paged    a DenseLeaf of every key it holds: `.k` [heads, keys, dim] and `.v` [heads, keys, value_dim]
         also     pos [rows] and key [keys], int64 positions; num_keys and seq, int; the constants as they are
         """
         first, count = int(self.input_row_offsets[seq]), self.sizes.rows[seq]
@@ -93,7 +95,7 @@ class Inputs:
             if isinstance(value, Tensor):
                 out[name] = _of_sequence(value, declared[name].axes, seq, first, count)
             elif isinstance(value, PagedLeaf):
-                out[name] = _dense_leaf(value, seq, keys, heads)
+                out[name] = _dense_leaf(value, declared[name], seq, stored(self.spec, self.sizes, name)[seq], heads)
             else:
                 out[name] = value
         return out
@@ -111,9 +113,9 @@ def random_inputs(
     constants: compile-time constants, and None for each optional operand to leave out.
     given: values to use instead: a number for a scalar; a tensor, or a number that fills it, for a tensor.
 
-    Scalars are 1, but for `scale`, which is (key width) ** -0.5. Floats are normal; integers lie below the smallest
-    extent of any feature axis, so that they can be positions in one. Raises ArgumentValueError for sizes that do not
-    fit together.
+    Scalars are 1, but for `scale`, which is (key width) ** -0.5. Floats are normal. Lists of entries name stored ones,
+    with unused slots anywhere; other integers lie below the smallest extent of any feature axis, so that they can be
+    positions in one. Raises ArgumentValueError for sizes that do not fit together.
     """
     spec = operator.trace(**constants)
     gen, size = torch.Generator().manual_seed(seed), extents(spec, sizes)
@@ -124,7 +126,7 @@ def random_inputs(
             case ParamKind.SCALAR:
                 arguments[p.name] = _scalar(p, spec, size) if value is None else value
             case ParamKind.TENSOR:
-                t = _tensor(p, sizes, size, gen)  # drawn in any case, so that the other tensors do not change
+                t = _tensor(p, spec, sizes, size, gen)  # in any case, so that the other tensors do not change
                 arguments[p.name] = t if value is None else value if isinstance(value, Tensor) else _filled(t, value)
             case ParamKind.PAGED:
                 arguments[p.name] = _leaf(p, spec, sizes, size, gen)
@@ -164,13 +166,14 @@ def extents(spec: Spec, sizes: Sizes) -> dict[str, int]:
     return out
 
 
-def binding_of(spec: Spec, sizes: Sizes, outputs: Mapping[str, DType] | None = None) -> Binding:
-    """The Binding that a call with inputs of these sizes has; outputs are float32 unless named."""
+def binding_of(spec: Spec, sizes: Sizes) -> Binding:
+    """The Binding that a call with inputs of these sizes has; outputs have the dtype they are computed in."""
     size = extents(spec, sizes)
     dtypes = {p.name: _dtype(p, sizes) for p in spec.params if p.kind is ParamKind.TENSOR}
-    dtypes |= {n: (outputs or {}).get(n, DTYPES["float32"]) for n, _ in spec.outputs}
+    dtypes |= {n: e.dtype for n, e in spec.outputs}
     leaves = {p.name: _leaf_binding(p, spec, sizes, size) for p in spec.params if p.kind is ParamKind.PAGED}
     static = {a: n for a, n in size.items() if a in spec.tile_axes} | {"head": size["head"]}
+    static |= {s.rank: s.k for s in spec.selects}
     ordered = sorted(dtypes.items(), key=lambda d: d[0])
     return Binding(tuple(sorted(static.items())), tuple(ordered), tuple(leaves.items()))
 
@@ -180,7 +183,8 @@ def _leaf_binding(p: Declared, spec: Spec, sizes: Sizes, size: Mapping[str, int]
     granularity = None
     if dtype.name == "float8_e4m3fn":
         widths = [size[p.axes[0]], *([size[p.value_axes[0]]] if values else [])]
-        granularity = sizes.granularity or max(widths)
+        whole_row = p.dtype is not None or sizes.granularity is None  # an operator that reads scales reads one a row
+        granularity = max(widths) if whole_row else sizes.granularity
     return LeafBinding(sizes.page_size, size["kv_head"], dtype, values, granularity)
 
 
@@ -196,7 +200,7 @@ def _expressions(spec: Spec) -> Iterable[Expr]:
     for _, e in spec.outputs:
         yield from walk(e)
     for f in spec.folds:
-        for e in (*f.inputs, *f.step, *(r for _, r in f.finish)):
+        for e in f.expressions:
             yield from walk(e)
 
 
@@ -204,8 +208,24 @@ def _reduces_heads(spec: Spec) -> bool:
     return any(isinstance(e, Reduction) and e.over == "head" for e in _expressions(spec))
 
 
+def stored(spec: Spec, sizes: Sizes, leaf: str) -> tuple[int, ...]:
+    """Keys that a leaf holds for each sequence: one a token, or one a pool whose tokens are all there."""
+    parts = [part for s in spec.sources for part in s.parts if part.leaf == leaf]
+    pool = min((part.pool for part in parts if isinstance(part, Range)), default=1)
+    return tuple(n // pool for n in sizes.num_keys)
+
+
+def _lengths(spec: Spec, sizes: Sizes, leaf: str) -> tuple[int, ...]:
+    """A leaf's cache_lengths: tokens before this call, but of one that is only listed from, every entry it holds."""
+    parts = [part for s in spec.sources for part in s.parts if part.leaf == leaf]
+    listed = bool(parts) and all(isinstance(part, Listed) for part in parts) and leaf != spec.positions
+    return stored(spec, sizes, leaf) if listed else sizes.cached
+
+
 def reads_values(spec: Spec, p: Declared) -> bool:
-    """Whether an operator reads the values of a paged leaf, not its keys alone."""
+    """Whether a paged leaf has values, not keys alone: the operator reads them, or declares them of another width."""
+    if p.value_axes != p.axes:
+        return True
     sources = {n for n, s in enumerate(spec.sources) if any(part.leaf == p.name for part in s.parts)}
     return any(isinstance(e, KeyField) and e.source in sources and e.name == "v" for e in _expressions(spec))
 
@@ -219,7 +239,10 @@ def _scalar(p: Declared, spec: Spec, size: Mapping[str, int]) -> int | float:
     return 1 if p.dtype is not None and p.dtype.compute.name == "int32" else 1.0
 
 
-def _tensor(p: Declared, sizes: Sizes, size: Mapping[str, int], gen: torch.Generator) -> Tensor:
+def _tensor(p: Declared, spec: Spec, sizes: Sizes, size: Mapping[str, int], gen: torch.Generator) -> Tensor:
+    for part in (part for s in spec.sources for part in s.parts):
+        if isinstance(part, Listed) and part.indices == p.name:
+            return _lists(stored(spec, sizes, part.leaf), sizes, size[part.slot], gen).to(torch_dtype(_dtype(p, sizes)))
     shape, dtype = [size[a] for a in p.axes], torch_dtype(_dtype(p, sizes))
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=gen).to(torch.bool)
@@ -227,6 +250,16 @@ def _tensor(p: Declared, sizes: Sizes, size: Mapping[str, int], gen: torch.Gener
         return torch.randn(shape, generator=gen).to(dtype)
     features = [n for a, n in size.items() if a not in AXES_OF_THE_BATCH]
     return torch.randint(0, max(1, min(features, default=1)), shape, generator=gen).to(dtype)
+
+
+def _lists(entries: tuple[int, ...], sizes: Sizes, slots: int, gen: torch.Generator) -> Tensor:
+    """A list of entries for every row [rows, slots]: any that its sequence has, some twice, a quarter unused."""
+    rows: list[Tensor] = [torch.empty(0, slots, dtype=torch.int64)]
+    for held, count in zip(entries, sizes.rows, strict=True):
+        listed = torch.randint(0, max(1, held), (count, slots), generator=gen)
+        unused = torch.rand(count, slots, generator=gen) < (0.25 if held else 2)
+        rows.append(torch.where(unused, -1 - listed, listed))  # any negative index is unused
+    return torch.cat(rows)
 
 
 def _filled(like: Tensor, value: object) -> Tensor:
@@ -237,10 +270,11 @@ def _leaf(p: Declared, spec: Spec, sizes: Sizes, size: Mapping[str, int], gen: t
     """A leaf that holds random rows for every key of every sequence, stored through `PagedKVCache.append`."""
     bound = _leaf_binding(p, spec, sizes, size)
     dtype, kv_heads, page = torch_dtype(bound.dtype), bound.kv_heads, bound.page_size
-    table, pages = _table(sizes, page, gen)
+    held = stored(spec, sizes, p.name)
+    table, pages = _table(held, page, gen)
     widths = [size[p.axes[0]], *([size[p.value_axes[0]]] if bound.values else [])]
     pools = [torch.full((pages, page, kv_heads, n), torch.nan).to(dtype) for n in widths]
-    rows = [torch.randn(sum(sizes.num_keys), kv_heads, n, generator=gen) for n in widths]
+    rows = [torch.randn(sum(held), kv_heads, n, generator=gen) for n in widths]
     scales: list[Tensor | None] = [None] * len(widths)
     if bound.granularity is not None:
         scales = [torch.full((pages, page, kv_heads, -(-n // bound.granularity)), torch.nan) for n in widths]
@@ -256,18 +290,18 @@ def _leaf(p: Declared, spec: Spec, sizes: Sizes, size: Mapping[str, int], gen: t
             quantization_granularity=bound.granularity,
         )
 
-    offsets = torch.tensor([0, *sizes.num_keys]).cumsum(0)
+    offsets = torch.tensor([0, *held]).cumsum(0)
     empty = cache((0,) * len(sizes.rows))
     empty.append(0, rows[0], rows[1] if bound.values else None, offsets)
-    return cache(sizes.cached).layer(0)
+    return cache(_lengths(spec, sizes, p.name)).layer(0)
 
 
-def _table(sizes: Sizes, page_size: int, gen: torch.Generator) -> tuple[Tensor, int]:
+def _table(keys: tuple[int, ...], page_size: int, gen: torch.Generator) -> tuple[Tensor, int]:
     """A lookup table [batch, max_pages] over pages in random order, and the number of pages in the pool.
 
     Entries past a sequence's keys hold what must never be followed: -1, 2**31 - 1, and pages of others.
     """
-    counts = [-(-n // page_size) for n in sizes.num_keys]
+    counts = [-(-n // page_size) for n in keys]
     pages, width = sum(counts) + SPARE_PAGES, max(counts, default=0) + 2
     order = torch.randperm(pages, generator=gen).tolist()
     table = torch.empty(len(counts), width, dtype=torch.int32)
@@ -297,25 +331,22 @@ def _of_sequence(t: Tensor, axes: tuple[str, ...], seq: int, first: int, count: 
     return t.to(torch.float64 if t.dtype.is_floating_point else torch.int64)
 
 
-def _dense_leaf(leaf: PagedLeaf, seq: int, keys: int, heads: int) -> DenseLeaf:
-    k = gather(leaf, leaf.keys, leaf.key_scales, seq, keys, heads)
-    v = None if leaf.values is None else gather(leaf, leaf.values, leaf.value_scales, seq, keys, heads)
-    return DenseLeaf(k, v)
+def _dense_leaf(leaf: PagedLeaf, p: Declared, seq: int, keys: int, heads: int) -> DenseLeaf:
+    as_stored = p.dtype is not None
+    k = gather(leaf, leaf.keys, None if as_stored else leaf.key_scales, seq, keys, heads)
+    v = scale = None
+    if leaf.values is not None:
+        v = gather(leaf, leaf.values, None if as_stored else leaf.value_scales, seq, keys, heads)
+    if as_stored and leaf.key_scales is not None:
+        scale = gather(leaf, leaf.key_scales, None, seq, keys, heads)[..., 0]
+    return DenseLeaf(k, v, scale)
 
 
-def gather(
-    leaf: PagedLeaf,
-    pages: Tensor,
-    scales: Tensor | None,
-    seq: int,
-    keys: int,
-    heads: int,
-    dtype: torch.dtype = torch.float64,
-) -> Tensor:
+def gather(leaf: PagedLeaf, pages: Tensor, scales: Tensor | None, seq: int, keys: int, heads: int) -> Tensor:
     """One sequence's rows of keys or values, dense: [heads, keys, width], each key-value head once per query head."""
     used = leaf.lookup_table[seq, : -(-keys // leaf.page_size)].long()
-    rows = pages[used].flatten(0, 1)[:keys].to(dtype)
+    rows = pages[used].flatten(0, 1)[:keys].to(torch.float64)
     if scales is not None and leaf.quantization_granularity is not None:
-        each = scales[used].flatten(0, 1)[:keys].to(dtype)
+        each = scales[used].flatten(0, 1)[:keys].to(torch.float64)
         rows = rows * each.repeat_interleave(leaf.quantization_granularity, -1)[..., : rows.shape[-1]]
     return rows.transpose(0, 1).repeat_interleave(heads // rows.shape[1], 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from timing import Timing, interleaved
 from torch import Tensor
-from workloads import SCALE, SHAPES, Shape, Workload, make
+from workloads import LAYOUTS, SCALE, SHAPES, Shape, Workload, make, name_of
 
 from tilewright import run
 from tilewright.dsl.dtypes import DTYPES
@@ -55,13 +56,15 @@ def measure(*, threads: int, seconds: float, match: str = "", advance: Advance =
     """
     torch.set_num_threads(threads)
     clock = time.process_time if threads == 1 else time.perf_counter
-    count = sum(match in n for n in names())
+    total = sum(_weight(s, layout) for s, _, layout, name in _cases() if match in name)
     out: list[Result] = []
     for w, expected in _workloads(match):
         advance(w.name)
         methods = _methods(w, threads)
         errors = {name: check(f"{name} on {w.name}", f(), expected) for name, f in methods.items()}
-        timings = interleaved(methods, clock=clock, baseline=BASELINE, seconds=seconds / count)
+        timings = interleaved(
+            methods, clock=clock, baseline=BASELINE, seconds=seconds * _weight(w.shape, w.layout) / total
+        )
         out.append(Result(w.name, w.shape.flops, w.bytes, timings, errors))
         del methods
         gc.collect()
@@ -69,22 +72,30 @@ def measure(*, threads: int, seconds: float, match: str = "", advance: Advance =
 
 
 def names() -> list[str]:
-    return [f"{s.name}, {t}, {o}" for s in SHAPES for t in ("float32", "bfloat16") for o in ("HND", "NHD")]
+    return [name for *_, name in _cases()]
+
+
+def _cases() -> Iterator[tuple[Shape, torch.dtype, str, str]]:
+    for shape in SHAPES:
+        for dtype in (torch.float32, torch.bfloat16):
+            for layout in LAYOUTS:
+                yield shape, dtype, layout, name_of(shape, dtype, layout)
+
+
+def _weight(shape: Shape, layout: str) -> float:
+    """A workload's part of the budget: more where calls take longer, and where more methods are timed."""
+    return (1 + shape.flops / 1e10) * (3 if layout == "HND" else 1)
 
 
 def _workloads(match: str) -> Iterator[tuple[Workload, Tensor]]:
     """Workloads, one in memory at a time, with their results."""
-    for shape in SHAPES:
-        for dtype in (torch.float32, torch.bfloat16):
-            both = [n for n in names() if n.startswith(f"{shape.name}, {str(dtype).removeprefix('torch.')}, ")]
-            if not any(match in n for n in both):
-                continue
+    for (shape, dtype), cases in itertools.groupby(_cases(), lambda case: case[:2]):
+        wanted = [layout for _, _, layout, name in cases if match in name]
+        if wanted:
             w = make(shape, dtype)
             expected = reference(w)
-            if match in w.name:
-                yield w, expected
-            w = w.in_other_layout()
-            if match in w.name:
+            for layout in wanted:
+                w = w.in_layout(layout)
                 yield w, expected
 
 

@@ -17,6 +17,7 @@ from tilewright.ops import PagedKVCache
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 128
 GROUP = HEADS // KV_HEADS
 SCALE = DIM**-0.5
+LAYOUTS = ("HND", "NHD")  # [page, kv_head, slot, dim] and [page, slot, kv_head, dim]
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ SHAPES = (
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """A shape's tensors. Pages are [page, kv_head, slot, dim] ("HND") or [page, slot, kv_head, dim] ("NHD")."""
+    """A shape's tensors, pages in one of `LAYOUTS`."""
 
     shape: Shape
     layout: str
@@ -89,7 +90,7 @@ class Workload:
 
     @property
     def name(self) -> str:
-        return f"{self.shape.name}, {self.dtype_name}, {self.layout}"
+        return name_of(self.shape, self.dtype, self.layout)
 
     @property
     def bytes(self) -> int:
@@ -104,11 +105,16 @@ class Workload:
             return self.k_pages, self.v_pages
         return self.k_pages.transpose(1, 2), self.v_pages.transpose(1, 2)
 
-    def in_other_layout(self) -> Workload:
-        """The same values with the other order in memory."""
-        layout = "NHD" if self.layout == "HND" else "HND"
+    def in_layout(self, layout: str) -> Workload:
+        """The same values, in this order in memory."""
+        if layout == self.layout:
+            return self
         k, v = (p.transpose(1, 2).contiguous() for p in (self.k_pages, self.v_pages))
         return replace(self, layout=layout, k_pages=k, v_pages=v)
+
+
+def name_of(shape: Shape, dtype: torch.dtype, layout: str) -> str:
+    return f"{shape.name}, {str(dtype).removeprefix('torch.')}, {layout}"
 
 
 def make(shape: Shape, dtype: torch.dtype) -> Workload:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilewright.codegen_cache.bind import Bound, bind
 from tilewright.codegen_cache.launch import choose_target, run
-from tilewright.dsl.dtypes import DTYPES
+from tilewright.dsl.dtypes import DType, Kind
 from tilewright.dsl.interp import Interpreter
 from tilewright.dsl.interp_values import Frame
 from tilewright.dsl.loops import For, If, Let, Search, Stmt
@@ -21,7 +21,7 @@ from tilewright.dsl.printer import show_stmt
 from tilewright.dsl.rewrite import written
 from tilewright.dsl.schedule import Schedule
 from tilewright.dsl.targets import Target, default_schedule
-from tilewright.random_inputs import Inputs
+from tilewright.random_inputs import Inputs, torch_dtype
 
 from .options import schedule as read_schedule
 
@@ -51,7 +51,7 @@ def plan(inputs: Inputs, schedule_text: str | None, target: str | None) -> Plan:
     Raises BadOption, UnknownTarget and the `Argument*` errors.
     """
     spec, name = inputs.spec, inputs.operator.name
-    dtypes = {n: DTYPES["float32"] for n, _ in spec.outputs}
+    dtypes = {n: e.dtype for n, e in spec.outputs}
     bound = bind(name, spec, inputs.arguments, inputs.input_row_offsets, dtypes, {})
     chosen = choose_target(name, target, bound.device)
     default = default_schedule(chosen, spec, bound.binding, bound.rows, bound.batch)
@@ -100,10 +100,8 @@ def trace(p: Plan, emit: Callable[[str], None], limit: int) -> tuple[Ran, int]:
             emit(_trace_line(s, f))
 
     interpreter = Interpreter(lower(p.inputs.spec, p.bound.binding, p.schedule), on_statement=tell)
-    shapes = {
-        n: [p.bound.rows if a == "row" else p.bound.binding.size(a) for a in e.axes] for n, e in p.inputs.spec.outputs
-    }
-    results = {n: torch.full(shape, torch.nan) for n, shape in shapes.items()}
+    size = {**dict(p.bound.binding.sizes), "row": p.bound.rows}
+    results = {n: _unwritten([size[a] for a in e.axes], e.dtype) for n, e in p.inputs.spec.outputs}
 
     def call() -> dict[str, Tensor]:
         if p.bound.rows:
@@ -111,6 +109,12 @@ def trace(p: Plan, emit: Callable[[str], None], limit: int) -> tuple[Ran, int]:
         return results
 
     return Ran(*timed(call), "one run, traced"), count
+
+
+def _unwritten(shape: list[int], dtype: DType) -> Tensor:
+    """An output before the run: NaN, or an integer that nothing computes."""
+    value = torch.nan if dtype.kind is Kind.FLOAT else torch.iinfo(torch_dtype(dtype)).min
+    return torch.full(shape, value, dtype=torch_dtype(dtype))
 
 
 def _trace_line(s: Stmt, f: Frame) -> str:

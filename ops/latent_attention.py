@@ -1,0 +1,122 @@
+# mypy: disable-error-code="name-defined, valid-type, type-arg, attr-defined, no-untyped-def"
+# Axis names stand in subscripts of annotations, which type checkers take for types.
+"""Latent attention of every row to its recent keys and to the compressed entries it lists (DeepSeek-V4)."""
+
+from torch import Tensor
+
+from tilewright.codegen_cache.bind import dtype_of
+from tilewright.codegen_cache.checks import (
+    INDEX_DTYPES,
+    ROW_DTYPES,
+    Array,
+    as_tensor,
+    expect_dtype,
+    expect_int,
+    expect_shape,
+)
+from tilewright.codegen_cache.launch import run
+from tilewright.dsl.annotations import Const, Paged, PerHead, Rows, Scalar
+from tilewright.dsl.dtypes import f32, i32
+from tilewright.dsl.errors import ArgumentError
+from tilewright.dsl.lang import concat, op
+from tilewright.dsl.reducers import lse, softmax
+from tilewright.dsl.value import dot
+
+from .cache import PagedLeaf
+from .options import output_dtype_of
+
+
+@op(positions="swa_cache")
+def latent_sparse_attention(
+    q: Rows["head", "dim"],
+    comp_indices: Rows["slot", i32],
+    attn_sink: PerHead | None,
+    swa_cache: Paged["dim"] | None,
+    comp_cache: Paged["dim"],
+    scale: Scalar[f32],
+    *,
+    window: Const[int],
+    with_lse: Const[bool] = False,
+):
+    keys = comp_cache.entries(comp_indices)
+    if swa_cache is not None:
+        recent = swa_cache.keys(where=lambda query, key: (key <= query) & (query - key < window))
+        keys = concat(recent, keys)
+    out = softmax(dot(q, keys) * scale, sink=attn_sink) @ keys
+    return {"out": out, "lse": lse(out)} if with_lse else out
+
+
+def latent_sparse_attention_ragged_paged(
+    q: Array,
+    input_row_offsets: Array,
+    comp_indices: Array,
+    attn_sink: Array | None,
+    swa_cache: PagedLeaf | None,
+    comp_cache: PagedLeaf,
+    scale: float,
+    *,
+    window: int,
+    output: Array | None = None,
+    output_dtype: object = None,
+    return_lse: bool = False,
+    target: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention whose key rows are also its value rows: recent positions, then listed entries.
+
+    q                   [rows, num_heads, head_dim], float32, float16 or bfloat16
+    input_row_offsets   [batch + 1], int32, int64 or uint32: rows of sequence b are offsets[b]..offsets[b + 1] - 1
+    comp_indices        [rows, slots], int32 or int64: entries of comp_cache; negative is an unused slot, duplicates
+                        count once each; entries are not checked causally
+    attn_sink           [num_heads]: a logit per head in the denominator, as in flash attention; None is no sink
+    swa_cache           one layer of the sliding-window leaf, paged by token, one latent head; its lengths (tokens
+                        before this call) define positions. None with window 0
+    comp_cache          one layer of the compressed leaf, paged by entry, one latent head; its lengths count all entries
+                        stored. Page sizes of the two are free
+    window              tokens: a query at pos sees max(0, pos - window + 1)..pos; 0 is no window
+    output, output_dtype, return_lse, target    as generic_flash_attention_kv_cache_ragged_sink
+
+    A row that sees nothing gives 0. Returns output [rows, num_heads, head_dim], or (output, lse [rows, num_heads]).
+
+    Raises the `Argument*` errors; on CPU tensors an index past the leaf's entries names row, slot, index and bound.
+    """
+    name = "latent_sparse_attention_ragged_paged"
+    q = as_tensor(name, "q", q)
+    expect_dtype(name, "q", q, ROW_DTYPES)
+    expect_shape(name, "q", q, rows=None, num_heads=range(1, 1 << 31), head_dim=range(1, 1 << 31))
+    comp_indices = as_tensor(name, "comp_indices", comp_indices)
+    expect_dtype(name, "comp_indices", comp_indices, INDEX_DTYPES)
+    window = expect_int(name, "window", window, range(1 << 31))
+    if (window == 0) != (swa_cache is None):
+        expected = "None with window 0" if window == 0 else f"the window leaf, as window is {window}"
+        raise ArgumentError(op=name, argument="swa_cache", got="is None" if window else "is given", expected=expected)
+    if attn_sink is not None:
+        attn_sink = as_tensor(name, "attn_sink", attn_sink)
+        expect_dtype(name, "attn_sink", attn_sink, ROW_DTYPES)
+        expect_shape(name, "attn_sink", attn_sink, num_heads=q.shape[1])
+    leaves = {"comp_cache": comp_cache} | ({} if swa_cache is None else {"swa_cache": swa_cache})
+    for argument, leaf in leaves.items():
+        _check_leaf(name, argument, leaf, q.shape[2])
+    arguments = {
+        "q": q,
+        "comp_indices": comp_indices,
+        "attn_sink": attn_sink,
+        "scale": scale,
+        "swa_cache": None,
+        **leaves,
+    }
+    results = run(
+        latent_sparse_attention,
+        {**arguments, **leaves},
+        input_row_offsets,
+        constants={"window": window, "with_lse": bool(return_lse)},
+        outputs={"out": output},
+        output_dtypes={"out": output_dtype_of(name, dtype_of(q), output_dtype)},
+        target=target,
+        op=name,
+        names={"out": "output"},
+    )
+    return (results["out"], results["lse"]) if return_lse else results["out"]
+
+
+def _check_leaf(name: str, argument: str, leaf: PagedLeaf, head_dim: int) -> None:
+    expect_shape(name, f"{argument}.keys", leaf.keys, pages=None, page_size=None, kv_heads=1, head_dim=head_dim)
