@@ -14,7 +14,7 @@ from torch import Tensor
 from tilewright.dsl.closed_form import Ints, evaluate
 from tilewright.dsl.errors import ArgumentValueError
 from tilewright.dsl.loops import KeyReach, Program
-from tilewright.dsl.spec import Spec
+from tilewright.dsl.spec import Listed, Spec
 
 from .bind import Bound
 from .checks import expect_non_negative
@@ -22,12 +22,13 @@ from .checks import expect_non_negative
 
 def validate(op: str, spec: Spec, program: Program, bound: Bound, offsets: Ints, names: Mapping[str, str]) -> None:
     """Raise ArgumentValueError for lengths beyond the table, and pages outside the pool, that visible keys need."""
-    rows = np.diff(offsets)
     for name, leaf in bound.leaves.items():
         expect_non_negative(op, f"{names.get(name, name)}.cache_lengths", leaf.cache_lengths)
-    if spec.positions is None:
-        return
-    past = _ints(bound.tensors[f"{spec.positions}_lengths"])
+    rows = np.diff(offsets)
+    past = np.zeros_like(rows) if spec.positions is None else _ints(bound.tensors[f"{spec.positions}_lengths"])
+    for part in (p for source in spec.sources for p in source.parts if isinstance(p, Listed)):
+        entries = past + rows if part.leaf == spec.positions else _ints(bound.tensors[f"{part.leaf}_lengths"])
+        _check_listed(op, part, bound, entries, rows, names)
     known = {
         **{n: np.asarray(v, np.int64) for n, v in bound.scalars.items() if isinstance(v, int)},
         "q0": past, "q1": past + rows - 1, "num_keys": past + rows,
@@ -70,6 +71,32 @@ def _check_reach(
             got=int(table[row, at]),
             expected=f"a page in 0..{pages - 1}",
         )
+
+
+def _check_listed(op: str, part: Listed, bound: Bound, entries: Ints, rows: Ints, names: Mapping[str, str]) -> None:
+    """Every listed entry is one the leaf has, in a page of its sequence's table and of the pool."""
+    leaf, listed = bound.leaves[part.leaf], _ints(bound.tensors[part.indices])
+    shown, shown_leaf = names.get(part.indices, part.indices), names.get(part.leaf, part.leaf)
+    page, sequence = leaf.keys.shape[1], np.repeat(np.arange(len(rows)), rows)
+    limit = np.minimum(entries, leaf.lookup_table.shape[1] * page)[sequence].reshape(-1, *(1,) * (listed.ndim - 1))
+    if (bad := np.argwhere(listed >= limit)).size:
+        at, t = tuple(int(x) for x in bad[0]), int(sequence[int(bad[0][0])])
+        raise ArgumentValueError(
+            op=op, argument=f"{shown}{list(at)} (row {at[0]}, slot {at[-1]})", got=int(listed[at]),
+            expected=f"below {int(limit.reshape(-1)[at[0]])}, the entries that {shown_leaf} holds for sequence {t}",
+        )  # fmt: skip
+    used = np.argwhere(listed >= 0)
+    if not used.size:
+        return
+    table = _ints(leaf.lookup_table)
+    pages = table[sequence[used[:, 0]], listed[tuple(used.T)] // page]
+    if (wrong := np.flatnonzero((pages < 0) | (pages >= leaf.keys.shape[0]))).size:
+        at = tuple(int(x) for x in used[wrong[0]])
+        column = int(listed[at]) // page
+        raise ArgumentValueError(
+            op=op, argument=f"{shown_leaf}.lookup_table[{int(sequence[at[0]])}, {column}]", got=int(pages[wrong[0]]),
+            expected=f"a page in 0..{leaf.keys.shape[0] - 1}, as {shown}{list(at)} lists entry {int(listed[at])}",
+        )  # fmt: skip
 
 
 def _ints(t: Tensor) -> Ints:

@@ -59,8 +59,8 @@ def mla_indexer_ragged_float8_paged(
     mask_str            causal or null
     scores_budget_bytes what the scores of a window of rows may take; rows are scored a window at a time, one row at
                         least. Never changes the result
-    kpool               tokens per cached key: the cache holds one key per pool, `cache_lengths` still counts tokens, and
-                        a pool counts once its last token is visible
+    kpool               tokens per cached key: the cache holds one key per pool, `cache_lengths` still counts tokens,
+                        and a pool counts once its last token is visible
     output_indices      buffer [rows, top_k], int32
 
     Returns int32 [rows, top_k]: key (or pool) indices within the sequence by descending score, equal scores by

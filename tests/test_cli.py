@@ -398,7 +398,7 @@ def command(folder: Path, *args: str, stdin: str = "", **env: str) -> subprocess
         (["show", "mine.py:small", "--schedule", "rows"], 2, "--schedule 'rows': write NAME=VALUE"),
         (["show", "mine.py:small", "--schedule", "rows=many"], 2, "'rows=many': expected an integer"),
         (["show", "mine.py:small", "--schedule", "row=4"], 2, "no such field; known: rows, heads, keys"),
-        (["show", "mine.py:small", "--schedule", "rows=0"], 2, "schedule field rows=0: must be at least 1"),
+        (["show", "mine.py:small", "--schedule", "rows=0"], 2, "schedule field rows=0: must be .*at least 1"),
         (["show", "flash_attention", "--schedule", "heads=3"], 2, "heads=3: does not divide the group of 4"),
         (["show", "flash_attention", "--set", "mask=nope"], 2, "'mask=nope': expected one of causal, null"),
         (["show", "flash_attention", "--set", "mask=chunked"], 2, "write mask=chunked:WINDOW"),

@@ -9,7 +9,6 @@ import subprocess
 from pathlib import Path
 
 import click
-import torch
 from rich.console import Console
 
 ROOT = Path(__file__).parents[2]
@@ -30,8 +29,8 @@ def main(only: str | None, threads: int, budget: float, match: str, path: Path |
     import attention
     import startup
 
-    for name in [n for n in os.environ if n.startswith("TILEWRIGHT_")]:
-        del os.environ[name]
+    if not any(match in n for n in attention.names()):
+        raise click.BadParameter(f"no workload has {match!r} in its name: {'; '.join(attention.names())}")
     console = Console(width=None if os.isatty(1) else 132)
     clock = "CPU time of one thread" if threads == 1 else f"wall time of {threads} threads"
     facts = _facts(threads)
@@ -43,8 +42,6 @@ def main(only: str | None, threads: int, budget: float, match: str, path: Path |
         "neither.\n",
         highlight=False,
     )
-    if match and not any(match in n for n in attention.names()):
-        raise click.BadParameter(f"no workload has {match!r} in its name: {'; '.join(attention.names())}")
     report: dict[str, object] = {"facts": facts}
     share = budget if only else budget / 2
     with console.status("") as status:
@@ -63,11 +60,15 @@ def main(only: str | None, threads: int, budget: float, match: str, path: Path |
 
 def _facts(threads: int) -> dict[str, str]:
     """What figures depend on."""
+    import torch
+
+    variables = [f"{n}={v}" for n, v in sorted(os.environ.items()) if n.startswith("TILEWRIGHT_")]
     return {
         "machine": f"{_processor()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}",
         "threads": str(threads),
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
         "commit": _commit(),
+        "environment": " ".join(variables) or "no TILEWRIGHT_ variable set",
     }
 
 

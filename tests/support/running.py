@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -91,9 +91,3 @@ def attend(
     """`attention` of a batch placed in a paged cache, what `sees` hides poisoned."""
     cache = place(data, np.random.default_rng(seed), page_size=page_size, sees=sees)
     return attention(data.q, data.offsets, cache, **options)
-
-
-def run_op(
-    operator: tilewright.op, data: Content, cache: PagedKVCache, schedule: Schedule, **more: object  # type: ignore[valid-type]
-) -> Mapping[str, Tensor]:
-    raise NotImplementedError

@@ -73,7 +73,7 @@ def cases() -> list[Case]:
         attention("bfloat16", Sizes(*MIXED, dtype="bfloat16")),
         attention("float8 cache with scales", Sizes(*MIXED, cache_dtype="float8_e4m3fn", granularity=32)),
         attention("pages of 7", Sizes(*MIXED, page_size=7)),
-        attention("7 query heads, 1 kv head, no sink", Sizes(*MIXED, heads=7, kv_heads=1), sink=False),
+        attention("7 heads on 1 kv head, no sink", Sizes(*MIXED, heads=7, kv_heads=1), sink=False),
         variant("softcap + ALiBi, written here", Sizes(*MIXED)),
     ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -136,56 +135,30 @@ def _echo_nest(nest: Nest) -> None:
     echo_program(nest.text)
 
 
-COLUMNS = ("case", "rows", "keys", "error", "tolerance", "check", "ours ms", "torch ms", "ours/torch")
-WIDTHS = (34, 5, 6, 9, 10, 7, 9, 9, 11)
-
-
-def _cells(r: Result) -> tuple[str, ...]:
-    return (
-        r.name, str(r.rows), str(r.keys), f"{r.error:.1e}", f"{r.tolerance:.0e}", "ok" if r.ok else "FAILED",
-        f"{r.ours_ms:.2f}", f"{r.torch_ms:.2f}", f"{r.ratio:.2f}",
-    )  # fmt: skip
+COLUMNS = ("case", "rows", "keys", "error", "tol", "check", "ours ms", "torch ms", "ratio")
+WIDTHS = (29, 5, 6, 8, 6, 7, 8, 9, 7)
 
 
 def _echo_cases(results: Iterable[Result]) -> Iterator[Result]:
-    """A line as each case is done: in a table that grows on a terminal, else plain."""
-    if sys.stdout.isatty():
-        yield from _live_table(results)
-        return
-    for cells, r in _with_header(results):
-        click.echo(
-            "".join(c.ljust(w) if n == 0 else c.rjust(w) for n, (c, w) in enumerate(zip(cells, WIDTHS, strict=True)))
-        )
-        if r is not None:
-            yield r
-
-
-def _with_header(results: Iterable[Result]) -> Iterator[tuple[tuple[str, ...], Result | None]]:
-    yield COLUMNS, None
+    """A line as each case is done."""
+    click.secho(_line(COLUMNS), bold=True)
     for r in results:
-        yield _cells(r), r
+        numbers = (f"{r.error:.1e}", f"{r.tolerance:.0e}"), (f"{r.ours_ms:.2f}", f"{r.torch_ms:.2f}", f"{r.ratio:.2f}")
+        line = _line((r.name, str(r.rows), str(r.keys), *numbers[0], "ok" if r.ok else "FAILED", *numbers[1]))
+        click.secho(line, fg=None if r.ok else "red")
+        yield r
 
 
-def _live_table(results: Iterable[Result]) -> Iterator[Result]:
-    from rich.box import SIMPLE_HEAD
-    from rich.live import Live
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD)
-    for n, name in enumerate(COLUMNS):
-        table.add_column(name, justify="left" if n == 0 else "right", no_wrap=True)
-    with Live(table, auto_refresh=False) as live:
-        for r in results:
-            table.add_row(*_cells(r), style=None if r.ok else "bold red")
-            live.refresh()
-            yield r
+def _line(cells: tuple[str, ...]) -> str:
+    return cells[0].ljust(WIDTHS[0]) + "".join(c.rjust(w) for c, w in zip(cells[1:], WIDTHS[1:], strict=True))
 
 
 def _echo_summary(model: ModelCheck, results: list[Result], seconds: float) -> None:
     checks = [model.worst <= model.tolerance, model.same_tokens, *(r.ok for r in results)]
     click.echo(
-        "\nerror: largest |ours - reference| / max(1, |reference|). torch: pages gathered, then\n"
-        "scaled_dot_product_attention (the variant: plain operations) a sequence at a time, masks made beforehand.\n"
+        "\nerror: largest |ours - reference| / max(1, |reference|). ratio: time of ours over torch's, which\n"
+        "gathers the pages, then runs scaled_dot_product_attention (for the variant, plain operations)\n"
+        "a sequence at a time, with masks made beforehand.\n"
     )
     passed = f"{sum(checks)} of {len(checks)} checks passed"
     click.echo(f"{click.style(passed, fg='green' if all(checks) else 'red', bold=True)} in {seconds:.1f} s")
