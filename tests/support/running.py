@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from tilewright.dsl.dtypes import DTYPES
 from tilewright.dsl.schedule import Schedule
 from tilewright.dsl.value import Value
 from tilewright.ops.cache import PagedKVCache
-from tilewright.ops.flash_attention import flash_attention
+from tilewright.ops.flash_attention import flash_attention, generic_flash_attention_kv_cache_ragged_sink
 from tilewright.ops.masks import mask_named
 
 from .batches import Content, place
@@ -23,13 +24,20 @@ from .reference import Ragged, Sees
 Predicate: TypeAlias = Callable[[Value, Value], Value | bool]
 
 SCHEDULES: tuple[Schedule, ...] = (
-    Schedule(rows=16, keys=128),
-    Schedule(rows=1, keys=1, masks="always"),
     Schedule(rows=2, heads=1, keys=3, masks="split"),
     Schedule(rows=4, keys=4, partitions=2),
+    Schedule(rows=16, keys=128),
+    Schedule(rows=1, keys=1, masks="always"),
     Schedule(rows=3, heads=1, keys=7, partitions=4, masks="split"),
     Schedule(rows=5, keys=256, partitions=3, masks="always"),
 )
+
+
+def each(*schedules: Schedule, quick: int = 3) -> pytest.MarkDecorator:
+    """A test for each schedule (by default, of `SCHEDULES`); those after the first few are slow together."""
+    found = schedules or SCHEDULES
+    params = [pytest.param(s, id=named(s), marks=() if n < quick else pytest.mark.slow) for n, s in enumerate(found)]
+    return pytest.mark.parametrize("schedule", params)
 
 
 def named(schedule: Schedule) -> str:
@@ -69,6 +77,13 @@ def attention(
     return found["out"], found["lse"]
 
 
+def public(q: Tensor, offsets: Tensor, cache: PagedKVCache, **options: Any) -> Tensor:
+    """The published operator with scale 1 and layer 0 unless `options` say otherwise, and without lse."""
+    out = generic_flash_attention_kv_cache_ragged_sink(q, offsets, cache, **{"layer_idx": 0, "scale": 1.0, **options})
+    assert isinstance(out, Tensor)
+    return out
+
+
 def of_numbers(
     q: Sequence[Any],
     keys: Sequence[Any],
@@ -79,7 +94,7 @@ def of_numbers(
     heads: int = 1,
     dtype: torch.dtype = torch.float32,
 ) -> Content:
-    """A batch of written numbers: q [rows, dim], the same for every head, keys and values [num_keys, dim] by sequence."""
+    """A batch of written numbers: q [rows, dim], the same in all heads; keys and values [num_keys, dim] by sequence."""
     made = torch.tensor(q, dtype=dtype).reshape(sum(rows), 1, -1).expand(-1, heads, -1).contiguous()
     k, v = (tuple(torch.as_tensor(x).to(dtype).reshape(len(x), 1, -1) for x in field) for field in (keys, values))
     return Content(Ragged(tuple(past), tuple(rows)), made, k, v, None, None, None)

@@ -1,0 +1,218 @@
+"""A tiny random DeepSeek-V4 from transformers, served on our paged caches, attention and indexer.
+
+Every layer attends to a window of recent tokens. Two of the three kinds of layers also attend to entries, each a
+window of tokens compressed into one row: compressed-sparse layers to those that an indexer picks, heavily compressed
+layers to all. Rows of different requests are packed, prompts come in chunks together with decode rows.
+
+What stays the model's: projections, norms, rotation, experts. Ours: the paged caches of tokens, entries and indexer
+keys, the compressors' bookkeeping, the indexer and the attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.ops.cache import PagedLeaf
+from tilewright.ops.latent_attention import latent_sparse_attention_ragged_paged
+
+from .compressor import RaggedCompressor, rotated
+from .indexing import as_float8, best_keys
+from .key_pages import KeyPages
+from .model import PROMPTS, STEPS, VOCABULARY, ModelCheck, load_transformers, prompts
+from .serving import compare, redraw, replaced, serve
+
+SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
+RATES = {SPARSE: 4, HEAVY: 8}  # tokens of an entry
+WINDOW = 6
+TOP_K = 3
+
+
+def tiny_deepseek_v4(seed: int = 0) -> Any:
+    """A DeepSeek-V4 of 4 layers, float32, with a random table of experts by token in its first layer.
+
+    Its indexer has 16 heads: with few, relu makes many scores exactly 0, and which of them the model picks is chance.
+    """
+    tf = load_transformers()
+    config = tf.DeepseekV4Config(
+        vocab_size=VOCABULARY, hidden_size=64, max_position_embeddings=512, num_hidden_layers=4, num_attention_heads=4,
+        head_dim=32, q_lora_rank=32, qk_rope_head_dim=8, sliding_window=WINDOW, o_groups=2, o_lora_rank=16,
+        moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2, index_n_heads=16, index_head_dim=16,
+        index_topk=TOP_K, hc_mult=2, mlp_layer_types=["hash_moe", "moe", "moe", "moe"],
+        layer_types=["sliding_attention", SPARSE, HEAVY, SPARSE], compress_rates=RATES,
+        bos_token_id=0, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    model = redraw(tf.AutoModelForCausalLM.from_config(config, attn_implementation="eager"), seed)
+    gen = torch.Generator().manual_seed(seed)
+    for name, table in model.named_buffers():
+        if name.endswith("tid2eid"):
+            table.copy_(torch.stack([torch.randperm(4, generator=gen)[:2] for _ in table]))
+    return model
+
+
+# ---- our caches and attention in it ----------------------------------------------------------------------------------
+
+
+class Caches:
+    """The pages of all layers: a row per token, and entries and indexer keys, which close at the pace of their kind."""
+
+    def __init__(
+        self, config: Any, requests: int, longest: int, page_size: int, entry_page_size: int, float8: bool
+    ) -> None:
+        kinds, dim = config.layer_types, config.head_dim
+        self.tokens = KeyPages(requests, longest, len(kinds), dim, page_size=page_size)
+        self.entries = {
+            kind: KeyPages(requests, longest // rate, kinds.count(kind), dim, page_size=entry_page_size)
+            for kind, rate in config.compress_rates.items()
+        }
+        self.index = KeyPages(
+            requests, longest // config.compress_rates[SPARSE], kinds.count(SPARSE), config.index_head_dim,
+            page_size=entry_page_size, dtype=torch.float8_e4m3fn if float8 else torch.float32,
+        )  # fmt: skip
+        self._paced = [*((self.entries[kind], rate) for kind, rate in config.compress_rates.items())]
+        self._paced.append((self.index, config.compress_rates[SPARSE]))
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.tokens.before.cache_lengths
+
+    @property
+    def offsets(self) -> Tensor:
+        return self.tokens.offsets
+
+    def begin(self, counts: Sequence[int]) -> None:
+        starts = self.lengths.tolist()
+        self.tokens.begin(counts)
+        for pages, rate in self._paced:
+            pages.begin([(s + n) // rate - s // rate for s, n in zip(starts, counts, strict=True)])
+
+    def end(self) -> None:
+        for pages in (self.tokens, *(pages for pages, _ in self._paced)):
+            pages.end()
+
+
+class Attention:
+    """Stands in for one layer's attention: a window of recent tokens, and no entries."""
+
+    def __init__(self, module: Any, caches: Caches, requests: int) -> None:
+        self.module, self.caches = module, caches
+        kinds = module.config.layer_types
+        self.layer = kinds[: module.layer_idx].count(module.layer_type)  # among the layers of its kind
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, **unused: Any) -> tuple[Tensor, None]:
+        """hidden_states [1, rows, hidden_size], the same out."""
+        m, caches = self.module, self.caches
+        cos, sin = position_embeddings[m.rope_layer_type]
+        low = m.q_a_norm(m.q_a_proj(hidden_states))
+        q = rotated(m.q_b_norm(_heads(m.q_b_proj(low), m.head_dim)), cos, sin)
+        row = rotated(m.kv_norm(m.kv_proj(hidden_states))[:, None], cos, sin)
+        caches.tokens.append(m.layer_idx, row[0, 0])
+        window = caches.tokens.before.layer(m.layer_idx)
+        listed, entries = self.entries(hidden_states, low, window)
+        out = latent_sparse_attention_ragged_paged(
+            q[0].transpose(0, 1), caches.offsets, listed, m.sinks, window, entries, m.scaling, window=m.sliding_window
+        )
+        assert isinstance(out, Tensor)
+        # Keys are values, so the output was turned with them; it is turned back at the query's position.
+        out = rotated(out.transpose(0, 1)[None], cos, -sin).transpose(1, 2)
+        groups = out.reshape(1, out.shape[1], m.config.o_groups, -1)
+        return m.o_b_proj(m.o_a_proj(groups).flatten(2)), None
+
+    def entries(self, hidden: Tensor, low: Tensor, window: PagedLeaf) -> tuple[Tensor, PagedLeaf]:
+        """The entries that each row attends to, int32 [rows, slots], negative for none, and the pages they are in."""
+        return torch.empty(hidden.shape[1], 0, dtype=torch.int32), window
+
+
+class HeavilyCompressed(Attention):
+    """A window, and every entry that is closed: its last token stands at the row's position or before."""
+
+    def __init__(self, module: Any, caches: Caches, requests: int) -> None:
+        super().__init__(module, caches, requests)
+        self.compressor = RaggedCompressor(module.compressor, requests)
+        self.pages = caches.entries[module.layer_type]
+
+    def entries(self, hidden: Tensor, low: Tensor, window: PagedLeaf) -> tuple[Tensor, PagedLeaf]:
+        self.pages.append(self.layer, self.compressor(hidden[0], self.caches.offsets.tolist()))
+        positions = positions_of(self.caches.lengths, self.caches.offsets)
+        return closed_entries(positions, self.module.compressor.compress_rate), self.pages.after.layer(self.layer)
+
+
+class CompressedSparse(HeavilyCompressed):
+    """A window, and the closed entries that the indexer scores best."""
+
+    def __init__(self, module: Any, caches: Caches, requests: int) -> None:
+        super().__init__(module, caches, requests)
+        self.index_compressor = RaggedCompressor(module.compressor.indexer, requests)
+
+    def entries(self, hidden: Tensor, low: Tensor, window: PagedLeaf) -> tuple[Tensor, PagedLeaf]:
+        caches, indexer = self.caches, self.module.compressor.indexer
+        offsets = caches.offsets.tolist()
+        self.pages.append(self.layer, self.compressor(hidden[0], offsets))
+        caches.index.append(self.layer, self.index_compressor(hidden[0], offsets))
+        positions = positions_of(caches.lengths, caches.offsets)
+        cos, sin = indexer.rotary_emb(hidden, position_ids=positions[None], layer_type=indexer.rope_layer_type)
+        q = rotated(_heads(indexer.q_b_proj(low), indexer.head_dim), cos, sin)[0].transpose(0, 1)
+        scorer = indexer.scorer
+        weights = scorer.weights_proj(hidden[0]) * (scorer.weights_scaling * scorer.softmax_scale)
+        listed = best_keys(
+            q, weights, caches.offsets, caches.index, self.layer, caches.lengths,
+            top_k=indexer.index_topk, kpool=indexer.compress_rate,
+        )  # fmt: skip
+        return listed, self.pages.after.layer(self.layer)
+
+
+ATTENTION = {"sliding_attention": Attention, HEAVY: HeavilyCompressed, SPARSE: CompressedSparse}
+
+
+def _heads(x: Tensor, dim: int) -> Tensor:
+    """[1, rows, heads * dim] -> [1, heads, rows, dim]."""
+    return x.view(1, x.shape[1], -1, dim).transpose(1, 2)
+
+
+def positions_of(lengths: Tensor, offsets: Tensor) -> Tensor:
+    """[rows]: where in its request each row stands."""
+    counts = offsets.diff()
+    return torch.arange(int(offsets[-1])) + (lengths - offsets[:-1]).repeat_interleave(counts)
+
+
+def closed_entries(positions: Tensor, rate: int) -> Tensor:
+    """int32 [rows, entries]: every entry closed at each row's position, the other slots -1."""
+    count = (positions + 1) // rate
+    slots = torch.arange(int(count.max()), dtype=torch.int32)
+    return torch.where(slots < count[:, None], slots, -1)
+
+
+# ---- the check -------------------------------------------------------------------------------------------------------
+
+
+def check_deepseek_v4(
+    lengths: Sequence[int] = PROMPTS, *, seed: int = 0, steps: int = STEPS, page_size: int = 5,
+    entry_page_size: int = 3, float8: bool = False,
+) -> ModelCheck:  # fmt: skip
+    """Serve prompts of these lengths and compare every logit and token with the model's eager attention.
+
+    float8: indexer keys and queries are in float8, here and, by the same rounding, in the model compared with.
+    """
+    model, requests = tiny_deepseek_v4(seed), prompts(lengths)
+    longest = max(lengths) + steps
+    caches = Caches(model.config, len(requests), longest, page_size, entry_page_size, float8)
+    modules = [block.self_attn for block in model.model.layers]
+    ours = [(m, ATTENTION[m.layer_type](m, caches, len(requests)).forward) for m in modules]
+    with replaced(ours):
+        served = serve(model, caches, requests, steps)
+    with replaced(_float8_scorers(modules) if float8 else []):
+        return compare(model, requests, served)
+
+
+def _float8_scorers(modules: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """The model's own scorers, given queries [1, rows, heads, dim] and keys [1, entries, dim] rounded to float8."""
+
+    def rounded(scorer: Any) -> Any:
+        plain = scorer.forward
+        return lambda q, keys, hidden: plain(as_float8(q), as_float8(keys), hidden)
+
+    scorers = [m.compressor.indexer.scorer for m in modules if m.layer_type == SPARSE]
+    return [(s, rounded(s)) for s in scorers]
