@@ -110,8 +110,11 @@ def bind(
         leaf = names.get(next(iter(leaves)), next(iter(leaves)))
         expected = f"a divisor of the {heads} query heads"
         raise ArgumentError(op=op, argument=leaf, got=f"has {kv_heads} key-value heads", expected=expected)
-    static = {a: n for a, n in sizes.of.items() if a in spec.tile_axes} | {"head": heads}
-    static |= {s.rank: s.k for s in spec.selects}
+    rows = {a for p in spec.params if p.kind is ParamKind.PAGED for a in (*p.axes, *p.value_axes)}
+    static = {a: n for a, n in sizes.of.items() if a in spec.tile_axes | rows} | {"head": heads}
+    for axis, size in spec.fixed_sizes.items():
+        sizes.agree(op, (axis,), (size,))
+        static[axis] = size
     binding = Binding(
         tuple(sorted(static.items())), tuple(sorted(dtypes.items(), key=lambda d: d[0])), tuple(leaves.items())
     )

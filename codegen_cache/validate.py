@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tilewright.dsl.closed_form import Ints, evaluate
 from tilewright.dsl.errors import ArgumentValueError
+from tilewright.dsl.expr import ALWAYS
 from tilewright.dsl.loops import KeyReach, Program
 from tilewright.dsl.spec import Listed, Spec
 
@@ -31,6 +32,7 @@ def validate(op: str, spec: Spec, program: Program, bound: Bound, offsets: Ints,
         _check_listed(op, part, bound, entries, rows, names)
     known = {
         **{n: np.asarray(v, np.int64) for n, v in bound.scalars.items() if isinstance(v, int)},
+        **{f"{n}_count": _ints(leaf.cache_lengths) for n, leaf in bound.leaves.items() if n != spec.positions},
         "q0": past, "q1": past + rows - 1, "num_keys": past + rows,
     }  # fmt: skip
     for reach in program.reach:
@@ -76,6 +78,8 @@ def _check_reach(
 def _check_listed(op: str, part: Listed, bound: Bound, entries: Ints, rows: Ints, names: Mapping[str, str]) -> None:
     """Every listed entry is one the leaf has, in a page of its sequence's table and of the pool."""
     leaf, listed = bound.leaves[part.leaf], _ints(bound.tensors[part.indices])
+    if part.block > 1 or part.where != ALWAYS:
+        return  # a block may stick out of the leaf, and not all that is listed is seen: the nest checks what it reads
     shown, shown_leaf = names.get(part.indices, part.indices), names.get(part.leaf, part.leaf)
     page, sequence = leaf.keys.shape[1], np.repeat(np.arange(len(rows)), rows)
     limit = np.minimum(entries, leaf.lookup_table.shape[1] * page)[sequence].reshape(-1, *(1,) * (listed.ndim - 1))

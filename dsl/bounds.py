@@ -39,9 +39,14 @@ MOST_ALTERNATIVES = 4
 _MOST_PRODUCTS = 32  # alternatives that an `and` of two `or`s may reach; then only what all of a side share is kept
 
 
-def analyse(where: Expr) -> tuple[Interval, ...]:
-    """Alternatives, which may overlap; their union covers everything visible. () means that nothing ever is."""
-    found = tuple(dict.fromkeys(i for a in _alternatives(where, True) if (i := _interval(a)) is not None))
+def analyse(where: Expr, *, own_keys: bool = True) -> tuple[Interval, ...]:
+    """Alternatives, which may overlap; their union covers everything visible. () means that nothing ever is.
+
+    own_keys: keys are those of the sequence, 0..num_keys - 1. Otherwise they are of another cache, whose number is not
+    known here, so that nothing follows from a key being below num_keys.
+    """
+    alternatives = _alternatives(where, True, own_keys)
+    found = tuple(dict.fromkeys(i for a in alternatives if (i := _interval(a)) is not None))
     return found if len(found) <= MOST_ALTERNATIVES else (_hull(found),)
 
 
@@ -209,27 +214,28 @@ _Alternatives: TypeAlias = tuple[_Alternative, ...]  # any of these
 _OPAQUE = _Bound("opaque", sp.S.Zero)
 _ALWAYS: _Alternatives = ((),)
 _NEVER: _Alternatives = ()
+_UNKNOWN = (sp.S.One, sp.S.Zero)  # a comparison that is never proven
 
 
-def _alternatives(e: Expr, holds: bool) -> _Alternatives:
+def _alternatives(e: Expr, holds: bool, own: bool) -> _Alternatives:
     """Where `e` is `holds`: disjunctive normal form, `not` pushed down to the comparisons."""
     match e, holds:
         case Const(bool(v)), _:
             return _ALWAYS if v is holds else _NEVER
         case Op("not", (a,)), _:
-            return _alternatives(a, not holds)
+            return _alternatives(a, not holds, own)
         case (Op("and", (a, b)), True) | (Op("or", (a, b)), False):
-            return _both(_alternatives(a, holds), _alternatives(b, holds))
+            return _both(_alternatives(a, holds, own), _alternatives(b, holds, own))
         case (Op("or", (a, b)), True) | (Op("and", (a, b)), False):
-            return _either(_alternatives(a, holds), _alternatives(b, holds))
+            return _either(_alternatives(a, holds, own), _alternatives(b, holds, own))
         case (Op("le", (a, b)), True) | (Op("lt", (b, a)), False):
-            return _compare(a, b, 0)
+            return _compare(a, b, 0, own)
         case (Op("lt", (a, b)), True) | (Op("le", (b, a)), False):
-            return _compare(a, b, 1)
+            return _compare(a, b, 1, own)
         case (Op("eq", (a, b)), True) | (Op("ne", (a, b)), False):
-            return _both(_compare(a, b, 0), _compare(b, a, 0))
+            return _both(_compare(a, b, 0, own), _compare(b, a, 0, own))
         case (Op("ne", (a, b)), True) | (Op("eq", (a, b)), False):
-            return _either(_compare(a, b, 1), _compare(b, a, 1))
+            return _either(_compare(a, b, 1, own), _compare(b, a, 1, own))
     return ((_OPAQUE,),)
 
 
@@ -246,25 +252,27 @@ def _either(x: _Alternatives, y: _Alternatives) -> _Alternatives:
     return tuple(a for s, a in distinct.items() if not any(other < s for other in distinct))
 
 
-def _compare(a: Expr, b: Expr, gap: int) -> _Alternatives:
+def _compare(a: Expr, b: Expr, gap: int, own: bool) -> _Alternatives:
     """a + gap <= b."""
     match a, b:
         case (Op("max", (x, y)), _):
-            return _both(_compare(x, b, gap), _compare(y, b, gap))
+            return _both(_compare(x, b, gap, own), _compare(y, b, gap, own))
         case (_, Op("min", (x, y))):
-            return _both(_compare(a, x, gap), _compare(a, y, gap))
+            return _both(_compare(a, x, gap, own), _compare(a, y, gap, own))
         case (Op("min", (x, y)), _):
-            return _either(_compare(x, b, gap), _compare(y, b, gap))
+            return _either(_compare(x, b, gap, own), _compare(y, b, gap, own))
         case (_, Op("max", (x, y))):
-            return _either(_compare(a, x, gap), _compare(a, y, gap))
+            return _either(_compare(a, x, gap, own), _compare(a, y, gap, own))
     try:
         bound = _solve(_sum(a) - _sum(b) + gap)
     except _Opaque:
         return ((_OPAQUE,),)
-    # The same for all keys of all rows: the comparison is a constant.
+    if not own and bound.side == "row":
+        return ((_OPAQUE,),)
+    # The same for all keys of all rows: the comparison is a constant. Only own keys are known to end at num_keys.
     always, never = {
-        "lo": ((bound.at, sp.S.Zero), (N, bound.at)),
-        "hi": ((N - 1, bound.at), (bound.at, sp.S.NegativeOne)),
+        "lo": ((bound.at, sp.S.Zero), (N, bound.at) if own else _UNKNOWN),
+        "hi": ((N - 1, bound.at) if own else _UNKNOWN, (bound.at, sp.S.NegativeOne)),
         "row": ((bound.at, sp.S.Zero), (sp.S.One, bound.at)),
     }[bound.side]
     return _ALWAYS if _never_above(*always) else _NEVER if _never_above(*never) else ((bound,),)

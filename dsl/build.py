@@ -30,7 +30,7 @@ from .expr import (
     walk,
 )
 from .spec import Fold, Probe, Select, Spec, State, is_reserved
-from .tile import NOT_A_CANDIDATE, Gemm, KeyPass, Map, Mask, Reduce, SelectPass, Show, TileProgram, TileStmt
+from .tile import NOT_A_CANDIDATE, Gemm, KeyPass, Map, Mask, Reduce, SelectPass, Show, TileProgram, TileStmt, field_tile
 
 _INLINE = ("le", "lt", "eq", "ne", "and", "or", "not")  # conditions never get a tile: tiles hold numbers
 
@@ -86,8 +86,8 @@ class _Builder:
                 made = self._tiles[e] = self._names.fresh("red", e)
                 self.out.append(Reduce(made, src, kind, over, loc))
                 return made
-            case KeyField(source, name, axes):
-                return Tile(f"keys{source}_{name}", axes)
+            case KeyField():
+                return field_tile(e)
             case Param(name, own, dtype, ()) if own and _is_operand(e):
                 return Tile(name, e.axes, dtype)
             case Op():

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from .expr import Coord, Expr, Iota, Var, add, floordiv, less, mul, sub, substitute
 from .schedule import Binding, Schedule
-from .spec import Part, Range, Spec
+from .spec import Listed, Part, Range, Spec
 from .tile import TileProgram
 
 if TYPE_CHECKING:
@@ -32,9 +32,6 @@ class Context:
 
     @staticmethod
     def of(spec: Spec, tp: TileProgram, binding: Binding, schedule: Schedule) -> Context:
-        # here, because SymPy takes longer to import than everything else together
-        from .bounds import LISTED, analyse
-
         parts = tuple(part for source in tp.sources for part in source.parts)
         return Context(
             spec,
@@ -42,7 +39,7 @@ class Context:
             binding,
             schedule,
             parts,
-            tuple(analyse(seen_by(p)) if isinstance(p, Range) else LISTED for p in parts),
+            tuple(_analysed(p, spec) for p in parts),
         )
 
     @property
@@ -60,13 +57,29 @@ class Context:
         return int(loop.split("_")[0])
 
     def key_count(self, part: Part) -> Expr:
-        """How many keys of a sequence a range's leaf holds."""
-        return floordiv(Var("num_keys"), part.pool) if isinstance(part, Range) else Var("num_keys")
+        """How many keys of a sequence a part has: of a range what its leaf holds, of a list its slots."""
+        match part:
+            case Range(leaf, _, pool):
+                return floordiv(self.entry_count(leaf), pool)
+            case Listed(_, indices, axes, block):
+                return mul(Var(f"{indices}_{axes[-1]}"), block)
+            case _:
+                assert_never(part)
+
+    def entry_count(self, leaf: str) -> Expr:
+        """Rows of a sequence in a leaf: lengths count tokens before the call where they define positions, else all."""
+        return Var("num_keys") if leaf == self.spec.positions else Var(f"{leaf}_count")
 
     def labels(self, part: int) -> tuple[str, ...]:
         """One label per interval of a part."""
         n = len(self.intervals[part])
         return (str(part),) if n == 1 else tuple(f"{part}_{i}" for i in range(n))
+
+
+def _analysed(part: Part, spec: Spec) -> tuple[Interval, ...]:
+    from .bounds import LISTED, analyse  # here, because SymPy takes longer to import than everything else together
+
+    return analyse(seen_by(part), own_keys=part.leaf == spec.positions) if isinstance(part, Range) else LISTED
 
 
 def seen_by(part: Range) -> Expr:

@@ -122,11 +122,18 @@ def _visible(axis: str) -> Axes:
 
 @dataclass(frozen=True)
 class KeyField:
-    """A field of the key rows of source number `source`: "k" or "v"."""
+    """A field of the key rows of source number `source`: "k", "v" or "scale".
+
+    `leaf` is another paged cache whose rows stand at the same positions, None for the source's own. With `size`, the
+    field is elements start..start + size - 1 of its row, along a feature axis of their own.
+    """
 
     source: int
     name: str
     axes: Axes
+    leaf: str | None = None
+    start: int = 0
+    size: int | None = None
 
     @property
     def dtype(self) -> DType:

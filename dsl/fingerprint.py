@@ -62,8 +62,8 @@ class _Lines:
                 return "coordinate", name
             case Param(name, own, dtype, index):
                 return "parameter", name, own, dtype.name, [(axis, self.of(x)) for axis, x in index]
-            case KeyField(source, name, axes):
-                return "key rows", self._source(source), name, axes
+            case KeyField(source, name, axes, leaf, start, size):
+                return "key rows", self._source(source), name, axes, leaf, start, size
             case Op(name, args):
                 return "operation", name, [self.of(a) for a in args]
             case Dot(a, b, over):
@@ -111,7 +111,7 @@ class _Lines:
         match part:
             case Range(leaf, where, pool):
                 return "range", leaf, self.of(where), pool
-            case Listed(leaf, indices, slot):
-                return "listed", leaf, indices, slot
+            case Listed(leaf, indices, axes, block, where):
+                return "listed", leaf, indices, axes, block, self.of(where)
             case _:
                 assert_never(part)

@@ -94,7 +94,12 @@ class Interpreter:
         rows = offsets[1:] - offsets[:-1]
         past = np.asarray(lists[self.program.lengths], np.int64) if self.program.lengths else np.zeros_like(rows)
         numbers = {n: np.asarray(v, np.int64) for n, v in sizes.items() if isinstance(v, int)}
-        return {**numbers, "num_keys": (past + rows)[rows > 0]}
+        counts = {
+            f"{n.removesuffix('_lengths')}_count": np.asarray(v, np.int64)[rows > 0]
+            for n, v in lists.items()
+            if n.endswith("_lengths")
+        }
+        return {**numbers, **counts, "num_keys": (past + rows)[rows > 0]}
 
     def _run_kernel(self, k: CompiledKernel, frame: Callable[[], Frame], threads: int) -> None:
         outside = frame()

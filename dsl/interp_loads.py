@@ -12,7 +12,7 @@ import torch
 
 from . import errors
 from .dtypes import Kind
-from .expr import Axes, Elem, Expr, Iota, Tile, Var, walk
+from .expr import Axes, Elem, Expr, Tile, Var, walk
 from .interp_blocks import block, consecutive, kept_rows
 from .interp_values import Array, Code, Frame, Ints, Scalar, Scope, as_ints, compile_value
 
@@ -34,16 +34,18 @@ def compile_load(e: Elem, axes: Axes, scope: Scope) -> Code:
     outer: Axes = tuple(a for a in axes if a not in inner)
     codes = tuple(compile_value(e.index[n], outer, scope) for n in indexed)
     ok = compile_value(e.ok, outer, scope)
-    picks = tuple(_pick(e.index[n], axis, scope) for n, axis in sliced.items())
-    layout = _Layout(e, scope, outer, inner, axes, picks)
+    picks = {n: _pick(e.index[n], axis, scope) for n, axis in sliced.items()}
+    spans = tuple((n, int(p[0]), len(p)) for n, p in picks.items() if consecutive(p))
+    others = tuple(None if consecutive(p) else torch.from_numpy(p.copy()) for p in picks.values())
+    layout = _Layout(e, scope, outer, inner, axes, (*indexed, *sliced), spans, others)
     along = _row_axis(codes, ok, outer)
     if along is not None and inner:
         return Code(
-            _RowLoad(layout, (*indexed, *sliced), codes, ok, scope.sizes[along], scope.check_finite and along == "key"),
+            _RowLoad(layout, codes, ok, scope.sizes[along], scope.check_finite and along == "key"),
             e.axes,
             scope.lanes(e),
         )
-    return Code(_TileLoad(layout, (*indexed, *sliced), codes, ok), e.axes, scope.lanes(e))
+    return Code(_TileLoad(layout, codes, ok), e.axes, scope.lanes(e))
 
 
 def _feature_of(e: Elem, dimension: int) -> str | None:
@@ -55,11 +57,9 @@ def _feature_of(e: Elem, dimension: int) -> str | None:
     return i.axes[0] if alone and constant and i.axes[0] not in ("row", "head", "key") else None
 
 
-def _pick(i: Expr, axis: str, scope: Scope) -> torch.Tensor | None:
-    """Which elements of a sliced dimension make the feature axis; None: all of them, in order."""
-    if i == Iota(axis):
-        return None
-    return torch.from_numpy(as_ints(compile_value(i, (axis,), scope).run(Frame({}, {}, {}))).reshape(-1).copy())
+def _pick(i: Expr, axis: str, scope: Scope) -> Ints:
+    """Which elements of a sliced dimension make the feature axis."""
+    return as_ints(compile_value(i, (axis,), scope).run(Frame({}, {}, {}))).reshape(-1)
 
 
 def _row_axis(index: tuple[Code, ...], ok: Code, outer: Axes) -> str | None:
@@ -164,7 +164,19 @@ class _Layout:
     outer: Axes  # the tile axes that indices vary over
     inner: Axes  # the feature axes that are slices
     axes: Axes
-    picks: tuple[torch.Tensor | None, ...]  # per feature axis: the elements of its slice, None for all
+    order: tuple[int, ...]  # the tensor's dimensions, indexed ones first
+    spans: tuple[tuple[int, int, int], ...]  # dimension, start and size of what slices read
+    picks: tuple[torch.Tensor | None, ...]  # per feature axis: which elements of its slice; None: those of its span
+
+    def tensor(self, f: Frame) -> torch.Tensor:
+        """What is read from, indexed dimensions first and slices narrowed to what they read."""
+        x = f.tensors[self.e.tensor]
+        for dimension, start, size in self.spans:
+            if start + size > x.shape[dimension]:
+                raise _failure(self.e, self.scope, dimension, start + size - 1, x.shape[dimension])
+            if size != x.shape[dimension]:
+                x = x.narrow(dimension, start, size)
+        return x.permute(self.order)
 
     def tile(self, x: torch.Tensor) -> torch.Tensor:
         for n, pick in enumerate(self.picks):
@@ -181,13 +193,12 @@ class _TileLoad:
     """A read with any indices."""
 
     layout: _Layout
-    order: tuple[int, ...]  # the tensor's dimensions, indexed ones first
     index: tuple[Code, ...]
     ok: Code
 
     def __call__(self, f: Frame) -> Array:
-        e, dims = self.layout.e, len(self.layout.outer)
-        tensor, good = f.tensors[e.tensor].permute(self.order), _guard(self.ok, f, dims)
+        dims = len(self.layout.outer)
+        tensor, good = self.layout.tensor(f), _guard(self.ok, f, dims)
         index = _arrays(self.index, f, dims)
         if good.all():
             return self.layout.tile(self._read(tensor, index, good))
@@ -211,7 +222,7 @@ class _TileLoad:
     def _read(self, tensor: torch.Tensor, index: list[Ints], good: Guard) -> torch.Tensor:
         if not index:  # all of a tensor
             return tensor.reshape((1,) * good.ndim + tuple(tensor.shape)).to(torch.float32)
-        at = _checked(self.layout.e, self.layout.scope, index, good, tuple(tensor.shape), self.order)
+        at = _checked(self.layout.e, self.layout.scope, index, good, tuple(tensor.shape), self.layout.order)
         view = block(tensor, at)
         return (tensor[tuple(torch.from_numpy(i) for i in at)] if view is None else view).to(torch.float32)
 
@@ -225,14 +236,13 @@ class _RowLoad:
     """Rows along one axis, as key rows are. Where the last index counts up they are a slice: a page is a view."""
 
     layout: _Layout
-    order: tuple[int, ...]
     index: tuple[Code, ...]
     ok: Code
     size: int
     check_finite: bool  # key rows, in checked mode
 
     def __call__(self, f: Frame) -> Array:
-        tensor = f.tensors[self.layout.e.tensor].permute(self.order)
+        tensor = self.layout.tensor(f)
         good = _guard(self.ok, f, 1).reshape(-1)
         good = good if len(good) == self.size else np.full(self.size, good[0])
         rows, at, lanes = self._rows(f, tensor)
@@ -261,14 +271,16 @@ class _RowLoad:
             if n != lane:
                 i = int(self.index[n].run(f))
                 if not 0 <= i < tensor.shape[n]:
-                    raise _failure(self.layout.e, self.layout.scope, self.order[n], i, tensor.shape[n])
+                    raise _failure(self.layout.e, self.layout.scope, self.layout.order[n], i, tensor.shape[n])
                 base = base.select(len(varying), i)
         if lane is None:
             return base, at, False
         chosen = as_ints(self.index[lane].run(f)).reshape(-1)
         first, count = int(chosen[0]), len(chosen)
         if int(chosen.min()) < 0 or int(chosen.max()) >= tensor.shape[lane]:
-            raise _failure(self.layout.e, self.layout.scope, self.order[lane], int(chosen.max()), tensor.shape[lane])
+            raise _failure(
+                self.layout.e, self.layout.scope, self.layout.order[lane], int(chosen.max()), tensor.shape[lane]
+            )
         if consecutive(chosen):
             return base.narrow(len(varying), first, count), at, True
         return base.index_select(len(varying), torch.from_numpy(chosen)), at, True
@@ -299,7 +311,7 @@ class _RowLoad:
                     raise _failure(
                         self.layout.e,
                         self.layout.scope,
-                        self.order[dims[n]],
+                        self.layout.order[dims[n]],
                         first if first < 0 else last,
                         piece.shape[0],
                     )
@@ -320,7 +332,7 @@ class _RowLoad:
         return out
 
     def _indexed(self, rows: torch.Tensor, at: list[Ints], good: Guard) -> torch.Tensor:
-        dims = tuple(self.order[n] for n, c in enumerate(self.index) if c.axes)
+        dims = tuple(self.layout.order[n] for n, c in enumerate(self.index) if c.axes)
         index = _checked(self.layout.e, self.layout.scope, at, good, tuple(rows.shape), dims)
         out = rows[tuple(torch.from_numpy(np.ascontiguousarray(i)) for i in index)].to(torch.float32)
         if not good.all():

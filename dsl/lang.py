@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn, TypeAlias, overload
 
 from . import errors
@@ -35,31 +35,66 @@ class Trace:
 # ---- key sources -----------------------------------------------------------------------------------------------------
 
 
+class Field(Value):
+    """A field of key rows. Like any value, and it can be narrowed to some of its elements."""
+
+    __slots__ = ()
+
+    def slice(self, axis: str, start: int, size: int) -> Field:
+        """Elements start..start + size - 1 of the row, along a feature axis of their own.
+
+        For parts of a key row, and for values that are not as wide as their keys.
+        """
+        e = self.expr
+        assert isinstance(e, KeyField)
+        if e.size is not None or not isinstance(start, int) or not isinstance(size, int) or start < 0 or size < 1:
+            raise errors.NotTraceable(
+                loc=here(),
+                what="slice",
+                expected="a start and a size, whole numbers, of a whole row",
+                got=f"{start!r}, {size!r}",
+            )
+        return Field(replace(e, axes=ordered(("key", axis)), start=start, size=size))
+
+
 class Keys(HasValue):
     """Key rows of one source. `.k` and `.v` are values: what is stored, times its scale where the cache has scales."""
 
-    def __init__(self, trace: Trace, parts: tuple[Part, ...], k_axes: Axes, v_axes: Axes) -> None:
-        self._trace, self._parts, self._axes = trace, parts, {"k": k_axes, "v": v_axes, "scale": ()}
+    def __init__(self, trace: Trace, parts: tuple[Part, ...], axes: Mapping[str, Axes]) -> None:
+        self._trace, self._parts, self._axes = trace, parts, axes
         self._number: int | None = None
+        self._leaf: str | None = None
 
-    def _field(self, name: str) -> Value:
+    def _field(self, name: str) -> Field:
+        return Field(KeyField(self._source(), name, ordered(("key", *self._axes[name])), self._leaf))
+
+    def _source(self) -> int:
         if self._number is None:  # numbered by first use, so an unused source leaves no trace
             self._number = len(self._trace.sources)
             self._trace.sources.append(Source(self._parts))
-        return Value(KeyField(self._number, name, ordered(("key", *self._axes[name]))))
+        return self._number
 
     @property
-    def k(self) -> Value:
+    def k(self) -> Field:
         return self._field("k")
 
     @property
-    def v(self) -> Value:
+    def v(self) -> Field:
         return self._field("v")
 
     @property
     def scale(self) -> Value:
         """The key row's one scale, of a cache declared by its stored dtype: `Paged["dim", f8e4m3]`."""
         return self._field("scale")
+
+    def beside(self, leaf: Leaf) -> Keys:
+        """The rows of another paged cache at the same positions: rows of mixed formats are caches side by side."""
+        if len(self._parts) > 1:
+            problem = "the keys of a concatenation stand in several caches"
+            raise errors.AxisMismatch(loc=here(), what="beside", problem=problem)
+        other = Keys(self._trace, self._parts, leaf.axes)
+        other._number, other._leaf = self._source(), leaf.name
+        return other
 
     def value(self) -> Value:
         return self.k
@@ -69,7 +104,8 @@ class Leaf:
     """A paged cache inside an operator."""
 
     def __init__(self, trace: Trace, declared: Declared) -> None:
-        self._trace, self._declared = trace, declared
+        self._trace, self._declared, self.name = trace, declared, declared.name
+        self.axes: Mapping[str, Axes] = {"k": declared.axes, "v": declared.value_axes, "scale": ()}
 
     def keys(self, where: Predicate | None = None, *, pool: int = 1) -> Keys:
         """Contiguous positions of the sequence, seen where `where(query, key)` holds; without one, all of them.
@@ -80,29 +116,42 @@ class Leaf:
             raise errors.NotTraceable(
                 loc=here(), what="pool", expected="a whole number, at least 1", got=describe(pool)
             )
-        what = f"{self._declared.name}.keys(where=...)"
-        seen = as_expr(True if where is None else where(pos, key_position), what)
-        if seen.dtype.kind is not Kind.BOOL:
-            raise errors.DTypeMismatch(
-                loc=here(), what=what, got=seen.dtype.name, expected="a predicate gives a condition"
-            )
-        if any(isinstance(x, KeyField) for x in walk(seen)):
-            raise errors.AxisMismatch(loc=here(), what=what, problem="a predicate cannot read the key rows it selects")
+        seen = self._predicate(where, f"{self.name}.keys(where=...)")
         part = Range(self._declared.name, seen, pool, here())
-        return Keys(self._trace, (part,), self._declared.axes, self._declared.value_axes)
+        return Keys(self._trace, (part,), self.axes)
 
-    def entries(self, indices: Value) -> Keys:
+    def entries(self, indices: Value, *, where: Predicate | None = None) -> Keys:
         """Entries that each row lists. A negative index is an unused slot, wherever it stands; duplicates count.
 
-        indices: an integer parameter [row, slot]. An index past the cache's entries is unused too.
+        indices: an integer parameter [row, slot], or [row, head or kv_head, slot]. An index past the cache's entries is
+        unused too. where: of those listed, only entries seen by `where(query, entry)`.
         """
-        e, what = as_expr(indices, "entries"), f"{self._declared.name}.entries"
-        if not isinstance(e, Param) or e.index or len(e.own) != 2 or e.own[0] != "row":
+        return self.blocks(indices, 1, where=where)
+
+    def blocks(self, indices: Value, size: int, *, where: Predicate | None = None) -> Keys:
+        """Blocks of `size` consecutive entries that each row lists; see `entries`."""
+        e, what = as_expr(indices, "entries"), f"{self.name}.entries"
+        shaped = isinstance(e, Param) and not e.index and len(e.own) > 1 and e.own[0] == "row"
+        if not isinstance(e, Param) or not shaped or not set(e.own[1:-1]) <= {"head", "kv_head"}:
             raise errors.AxisMismatch(loc=here(), what=what, problem=f"expected a parameter [row, slot], got {show(e)}")
         if e.dtype.kind is not Kind.INT:
             raise errors.DTypeMismatch(loc=here(), what=what, got=e.dtype.name, expected="indices are integers")
-        part = Listed(self._declared.name, e.name, e.own[1], here())
-        return Keys(self._trace, (part,), self._declared.axes, self._declared.value_axes)
+        if not isinstance(size, int) or size < 1:
+            raise errors.NotTraceable(
+                loc=here(), what="blocks", expected="a whole size, at least 1", got=describe(size)
+            )
+        part = Listed(self.name, e.name, e.own, size, self._predicate(where, f"{what}(where=...)"), here())
+        return Keys(self._trace, (part,), self.axes)
+
+    def _predicate(self, where: Predicate | None, what: str) -> Expr:
+        seen = as_expr(True if where is None else where(pos, key_position), what)
+        if seen.dtype.kind is not Kind.BOOL:
+            expected = "a predicate gives a condition"
+            raise errors.DTypeMismatch(loc=here(), what=what, got=seen.dtype.name, expected=expected)
+        if any(isinstance(x, KeyField) for x in walk(seen)):
+            problem = "a predicate cannot read the key rows it selects"
+            raise errors.AxisMismatch(loc=here(), what=what, problem=problem)
+        return seen
 
 
 def concat(first: Keys, *more: Keys) -> Keys:
@@ -112,7 +161,7 @@ def concat(first: Keys, *more: Keys) -> Keys:
             problem = f"key rows have axes [{', '.join(first._axes['k'])}] and [{', '.join(other._axes['k'])}]"
             raise errors.AxisMismatch(loc=here(), what="concat", problem=problem)
     parts = tuple(p for k in (first, *more) for p in k._parts)
-    return Keys(first._trace, parts, first._axes["k"], first._axes["v"])
+    return Keys(first._trace, parts, first._axes)
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------

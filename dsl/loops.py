@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .dtypes import DType
-from .expr import ALWAYS, Axes, Expr, Tile
+from .expr import ALWAYS, Axes, Expr, KeyField, Tile
 from .source import Loc
 from .spec import Part
 from .tile import TileStmt
@@ -76,7 +76,7 @@ class Fetch:
     """The named fields of this tile's key rows, each into its tile. Becomes page look-ups and guarded loads."""
 
     leaf: str
-    fields: tuple[tuple[str, Tile], ...]
+    fields: tuple[tuple[KeyField, Tile], ...]
     loop: str = ""
     partial: bool = True  # the tile may hold keys that some row does not see
     loc: Loc | None = field(default=None, compare=False)

@@ -109,11 +109,18 @@ def _prelude(k: Kernel, cx: Context) -> tuple[Stmt, ...]:
         "num_keys": add(Var("past"), Var("n_rows")),
         "q0": add(Var("past"), Var("r0")),
         "q1": add(Var("past"), sub(Var("r1"), 1)),
+        **_leaf_counts(cx),
         "head0": mul(Var("head_block"), cx.heads),
         "kv_head": floordiv(Var("head0"), cx.binding.group),
     }
     owns = at_least(Var("tile"), add(floordiv(first_row(seq), rows), seq))
     return (Search("seq", Const(0), Var("batch"), owns), *(Let(n, e) for n, e in lets.items()))
+
+
+def _leaf_counts(cx: Context) -> dict[str, Expr]:
+    """Rows a sequence has in caches that do not define positions."""
+    leaves = [p.name for p in cx.spec.params if p.kind is ParamKind.PAGED and p.name != cx.spec.positions]
+    return {f"{n}_count": Elem(f"{n}_lengths", (Var("seq"),), i32) for n in leaves}
 
 
 def _tile_rows(rows: int, windowed: bool, first_row: Callable[[Expr], Expr]) -> dict[str, Expr]:

@@ -7,9 +7,9 @@ from dataclasses import replace
 from .context import ROW_OK, Context
 from .dtypes import f32
 from .expr import Const, Coord, Elem, Expr, Iota, Tile, Var, add, mul
-from .loops import Arg, Fetch, For, Kernel, KeyLoop, Program, Stmt, Store
-from .passes_select import column_count, select_kernels, window_workspace
-from .tile import KeyPass, Map
+from .loops import Arg, For, Kernel, KeyLoop, Program, Stmt, Store
+from .passes_select import column_count, fetches, select_kernels, window_workspace
+from .tile import Map
 
 
 def coordinate(axis: str) -> Expr:
@@ -30,7 +30,7 @@ def form_kernel(program: Program, cx: Context) -> Program:
     for p in tp.passes:
         body += [Map(Tile(s.name, s.axes), Const(s.init)) for s in p.states]
         for part in p.source.parts:
-            body.append(KeyLoop(number, part, (_fetch(p, part.leaf), *p.step)))
+            body.append(KeyLoop(number, part, (*fetches(part, p.fields), *p.step)))
             number += 1
         body += p.finish
     body += tp.epilogue
@@ -46,17 +46,13 @@ def _form_selections(program: Program, operands: tuple[Stmt, ...], cx: Context) 
     row_bytes: Expr = Const(0)
     for n, s in enumerate(cx.tp.selects):
         kernels += select_kernels(n, s, n, operands, cx)
-        columns.append((f"columns{n}", column_count(s, n, cx)))
+        columns.append((f"columns{n}", column_count(n, cx)))
         row_bytes = add(row_bytes, mul(Var(f"columns{n}"), 4 * (cx.binding.heads if "head" in s.order.axes else 1)))
     lengths = None if cx.spec.positions is None else f"{cx.spec.positions}_lengths"
     work = tuple(window_workspace(n, s, cx) for n, s in enumerate(cx.tp.selects))
     return replace(
         program, kernels=tuple(kernels), workspaces=work, columns=tuple(columns), row_bytes=row_bytes, lengths=lengths
     )
-
-
-def _fetch(p: KeyPass, leaf: str) -> Fetch:
-    return Fetch(leaf, tuple((f.name, Tile(f"keys{f.source}_{f.name}", f.axes)) for f in p.fields))
 
 
 def partition_keys(program: Program, cx: Context) -> Program:

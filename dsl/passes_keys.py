@@ -7,12 +7,14 @@ from itertools import count
 
 from .context import ROW_OK, Context, seen_by
 from .dtypes import f32, i32
+from .errors import AxisMismatch
 from .expr import (
     Const,
     Coord,
     Elem,
     Expr,
     Iota,
+    KeyField,
     Tile,
     Var,
     add,
@@ -98,10 +100,14 @@ def _bounded(loop: KeyLoop, cx: Context) -> tuple[Stmt, ...]:
 
 def _listed(loop: KeyLoop, part: Listed, cx: Context) -> tuple[Stmt, ...]:
     """The loop over a row's list. A slot's key is the entry it lists, -1 where the slot is unused or past the end."""
-    label, slots, slot = str(loop.number), Var(f"{part.indices}_{part.slot}"), add(Var("k0"), Iota("key"))
+    label, count_, slot = str(loop.number), cx.key_count(part), add(Var("k0"), Iota("key"))
     end, entry = Var(f"hi{label}"), Tile(f"entry{label}", ("key",), i32)
-    ok = less(slot, slots)
-    listed = Elem(part.indices, (add(Var("row0"), Var("r0")), slot), i32, ok, part.loc)
+    spots = {"row": add(Var("row0"), Var("r0")), "head": Var("head0"), "kv_head": Var("kv_head")}
+    ok = less(slot, count_)
+    index = (*(spots[a] for a in part.axes[:-1]), floordiv(slot, part.block))
+    listed: Expr = Elem(part.indices, index, i32, ok, part.loc)
+    if part.block > 1:
+        listed = where(at_least(listed, 0), add(mul(listed, part.block), op("mod", slot, lift(part.block))), -1)
     body: list[Stmt] = [
         Let("k0", mul(Var(f"kt{label}"), cx.schedule.keys)),
         Map(entry, where(ok, listed, -1), part.loc),
@@ -110,7 +116,7 @@ def _listed(loop: KeyLoop, part: Listed, cx: Context) -> tuple[Stmt, ...]:
         moved = map_expressions(s, lambda e: substitute(e, {Coord("key", ("key",)): entry}))
         body.append(replace(moved, loop=label) if isinstance(moved, Fetch | Mask) else moved)
     tiles = ceildiv(end, cx.schedule.keys)
-    return (Let(end.name, where(NO_ROWS, Const(0), slots)), For(f"kt{label}", Const(0), tiles, tuple(body)))
+    return (Let(end.name, where(NO_ROWS, Const(0), count_)), For(f"kt{label}", Const(0), tiles, tuple(body)))
 
 
 def _disjoint(
@@ -229,10 +235,16 @@ def _fetched(s: Fetch, cx: Context) -> tuple[Stmt, ...]:
         scrub, seen = _seen_by_some_row(number, s.loop, cx)
         out += scrub
         ok = both(ok, op("lt", lift(0.0), seen))
-    page = Tile(f"page{number}", ("key",), i32)
+    page = page_tile(number, s.leaf, cx)
     entry = Elem(f"{s.leaf}_table", (Var("seq"), floordiv(key, leaf.page_size)), i32, ok, s.loc)
     out.append(Map(page, where(ok, entry, -1), s.loc))
-    return (*out, *(Map(dst, _key_row(s, name, dst, page, key, cx), s.loc) for name, dst in s.fields))
+    return (*out, *(Map(dst, _key_row(s, f, page, key, cx), s.loc) for f, dst in s.fields))
+
+
+def page_tile(number: int, leaf: str, cx: Context) -> Tile:
+    """Physical pages of a key tile, -1 where the key is not read."""
+    own = leaf == cx.parts[number].leaf
+    return Tile(f"page{number}" if own else f"page{number}_{leaf}", ("key",), i32)
 
 
 def _keys_and_guard(s: Fetch, cx: Context) -> tuple[Expr, Expr]:
@@ -243,10 +255,8 @@ def _keys_and_guard(s: Fetch, cx: Context) -> tuple[Expr, Expr]:
         ranges = [both(at_least(key, Var(f"lo{n}")), less(key, Var(f"hi{n}"))) for n in cx.labels(number)]
         return key, either(*ranges)
     entry = Tile(f"entry{number}", ("key",), i32)
-    own = cx.spec.positions == s.leaf
-    count = Var("num_keys") if own else Elem(f"{s.leaf}_lengths", (Var("seq"),), i32)
     in_table = less(floordiv(entry, cx.binding.leaf(s.leaf).page_size), Var(f"{s.leaf}_max_pages"))
-    return entry, both(at_least(entry, 0), less(entry, count), in_table)
+    return entry, both(at_least(entry, 0), less(entry, cx.entry_count(cx.parts[number].leaf)), in_table)
 
 
 def _seen_by_some_row(number: int, loop: str, cx: Context) -> tuple[list[Stmt], Expr]:
@@ -267,21 +277,30 @@ def _seen_by_some_row(number: int, loop: str, cx: Context) -> tuple[list[Stmt], 
     return out, sees
 
 
-def _key_row(s: Fetch, name: str, dst: Tile, page: Tile, key: Expr, cx: Context) -> Expr:
+def _key_row(s: Fetch, f: KeyField, page: Tile, key: Expr, cx: Context) -> Expr:
     """Values of a field: what is stored, times its scale unless the declaration asks for what is stored."""
     leaf, slot = cx.binding.leaf(s.leaf), op("mod", key, lift(cx.binding.leaf(s.leaf).page_size))
-    if name == "scale":
-        return Elem(f"{s.leaf}_k_scale", (page, slot, Var("kv_head"), Const(0)), f32, at_least(page, 0), s.loc)
-    stored = name if leaf.values or name == "k" else "k"
-    (feature,) = (a for a in dst.axes if a != "key")
     ok = at_least(page, 0)
-    value: Expr = Elem(f"{s.leaf}_{stored}", (page, slot, Var("kv_head"), Iota(feature)), leaf.dtype.compute, ok, s.loc)
+    if f.name == "scale":
+        return Elem(f"{s.leaf}_k_scale", (page, slot, Var("kv_head"), Const(0)), f32, ok, s.loc)
+    stored = f.name if leaf.values or f.name == "k" else "k"
+    (feature,) = (a for a in f.axes if a != "key")
+    element, width = add(Iota(feature), f.start), f.start + cx.binding.size(feature)
+    _check_width(s, f, width, cx)
+    value: Expr = Elem(f"{s.leaf}_{stored}", (page, slot, Var("kv_head"), element), leaf.dtype.compute, ok, s.loc)
     if leaf.granularity is None or cx.spec.param(s.leaf).dtype is not None:
         return value
-    width = cx.binding.size(feature)
-    block = Const(0) if leaf.granularity >= width else floordiv(Iota(feature), leaf.granularity)
+    block = Const(0) if leaf.granularity >= width else floordiv(element, leaf.granularity)
     scale = Elem(f"{s.leaf}_{stored}_scale", (page, slot, Var("kv_head"), block), leaf.dtype.compute, ok, s.loc)
     return op("mul", value, scale)
+
+
+def _check_width(s: Fetch, f: KeyField, width: int, cx: Context) -> None:
+    declared = cx.spec.param(s.leaf)
+    (row,) = declared.axes if f.name == "k" else declared.value_axes
+    if width > cx.binding.size(row):
+        problem = f"elements {f.start}..{width - 1} of {s.leaf} rows, which are {cx.binding.size(row)} wide"
+        raise AxisMismatch(loc=cx.parts[cx.part_of(s.loop)].loc, what="slice", problem=problem)
 
 
 # ---- masks -----------------------------------------------------------------------------------------------------------
@@ -300,7 +319,10 @@ def apply_masks(program: Program, cx: Context) -> Program:
         if isinstance(part, Range):
             seen = both(seen_by(part), less(Coord("key", ("key",)), cx.key_count(part)))
         else:
-            seen = at_least(Tile(f"page{cx.part_of(s.loop)}", ("key",), i32), 0)
+            number = cx.part_of(s.loop)
+            entry = Tile(f"entry{number}", ("key",), i32)
+            where_seen = substitute(part.where, {Coord("key", ("key",)): entry})
+            seen = both(at_least(page_tile(number, part.leaf, cx), 0), where_seen)
         return (Map(s.dst, where(seen, s.dst, s.absent), s.loc),)
 
     return replace(program, kernels=tuple(replace(k, body=rewrite_body(k.body, lower)) for k in program.kernels))

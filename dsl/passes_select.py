@@ -4,10 +4,38 @@ from __future__ import annotations
 
 from .context import ROW_OK, Context
 from .dtypes import i32
-from .expr import Const, Coord, Elem, Expr, Iota, Param, Tile, Var, at_least, both, less, op, sub, where
+from .expr import (
+    Const,
+    Coord,
+    Elem,
+    Expr,
+    Iota,
+    KeyField,
+    Param,
+    Tile,
+    Var,
+    add,
+    at_least,
+    both,
+    floordiv,
+    less,
+    lift,
+    mul,
+    op,
+    sub,
+    where,
+)
 from .loops import Arg, Best, Fetch, Kernel, KeyLoop, Stmt, Store
-from .spec import Listed
-from .tile import NOT_A_CANDIDATE, SelectPass
+from .spec import Listed, Part
+from .tile import NOT_A_CANDIDATE, SelectPass, field_tile
+
+
+def fetches(part: Part, fields: tuple[KeyField, ...]) -> tuple[Fetch, ...]:
+    """One fetch for each cache whose rows a pass reads: the part's own, and those beside it."""
+    leaves = dict.fromkeys(f.leaf or part.leaf for f in fields)
+    return tuple(
+        Fetch(leaf, tuple((f, field_tile(f)) for f in fields if (f.leaf or part.leaf) == leaf)) for leaf in leaves
+    )
 
 
 def window_name(number: int) -> str:
@@ -20,10 +48,9 @@ def window_workspace(number: int, s: SelectPass, cx: Context) -> Arg:
     return Arg(window_name(number), i32, ("window_rows", *heads, f"columns{number}"), NOT_A_CANDIDATE)
 
 
-def column_count(s: SelectPass, part: int, cx: Context) -> Expr:
+def column_count(part: int, cx: Context) -> Expr:
     """Columns a sequence's rows have."""
-    (only,) = s.source.parts
-    return Var(f"{only.indices}_{only.slot}") if isinstance(only, Listed) else cx.key_count(cx.parts[part])
+    return cx.key_count(cx.parts[part])
 
 
 def select_kernels(
@@ -34,12 +61,13 @@ def select_kernels(
             kernel: columns = best of window[row]; keys of the columns; stores
     """
     (only,) = s.source.parts
-    fetch = Fetch(only.leaf, tuple((f.name, Tile(f"keys{f.source}_{f.name}", f.axes)) for f in s.fields))
-    count = column_count(s, part, cx)
+    count = column_count(part, cx)
     column = Coord("column", ("key",))
     keep = Store(window_name(number), (*_spot(s), column), s.order, s.order.axes, less(column, count))
     grid = (("tile", cx.row_tiles), ("head_block", Const(cx.binding.heads // cx.heads)))
-    scores = Kernel(f"scores{number}", grid, (), (), (*start, KeyLoop(part, only, (fetch, *s.step, keep))))
+    scores = Kernel(
+        f"scores{number}", grid, (), (), (*start, KeyLoop(part, only, (*fetches(only, s.fields), *s.step, keep)))
+    )
 
     axes = (*(a for a in s.order.axes if a != "key"), s.rank)
     columns = Tile(f"column{number}", axes, i32)
@@ -70,6 +98,7 @@ def _result(result: str, number: int, s: SelectPass, columns: Tile) -> Expr:
         nan = op("eq", kept, Const(NOT_A_CANDIDATE + 1))
         return where(chosen, where(nan, Const(float("nan")), op("from_bits", bits)), -float("inf"))
     if isinstance(only, Listed):
-        listed = Param(only.indices, ("row", only.slot), i32, ((only.slot, columns),))
-        return where(chosen, listed, -1)
+        slot = floordiv(columns, only.block)
+        listed = Param(only.indices, only.axes, i32, ((only.axes[-1], slot),))
+        return where(chosen, add(mul(listed, only.block), op("mod", columns, lift(only.block))), -1)
     return columns

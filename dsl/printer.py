@@ -6,6 +6,7 @@ from collections import Counter
 from typing import assert_never
 
 from .expr import (
+    ALWAYS,
     Const,
     Coord,
     Dot,
@@ -47,8 +48,9 @@ def show(e: Expr) -> str:
         case Param(name, own, _, index):
             at = dict(index)
             return f"{name}[{', '.join(f'{a}={show(at[a])}' if a in at else a for a in own)}]"
-        case KeyField(source, name, axes):
-            return f"keys{source}.{name}{_axes(axes)}"
+        case KeyField(source, name, axes, leaf, start, size):
+            part = "" if size is None else f"[{start}:{start + size}]"
+            return f"keys{source}." + ("" if leaf is None else f"{leaf}.") + name + part + _axes(axes)
         case Tile(name, axes):
             return name + _axes(axes)
         case Op(name, (a, b)) if OPS[name].infix:
@@ -77,8 +79,10 @@ def show_part(part: Part) -> str:
     match part:
         case Range(leaf, where, pool):
             return f"{leaf} where {show(where)}" + (f", one key per {pool} tokens" if pool > 1 else "")
-        case Listed(leaf, indices, slot):
-            return f"{leaf} listed by {indices}[row, {slot}]"
+        case Listed(leaf, indices, axes, block, where):
+            blocks = f" in blocks of {block}" if block > 1 else ""
+            seen = "" if where == ALWAYS else f" where {show(where)}"
+            return f"{leaf} listed by {indices}{_axes(axes)}{blocks}{seen}"
         case _:
             assert_never(part)
 
@@ -203,7 +207,7 @@ def show_stmt(s: Stmt, pad: str = "") -> list[str]:
         case KeyLoop(number, part, body):
             return block(f"for keys of part {number}, {show_part(part)}:", body)
         case Fetch(leaf, fields):
-            return [f"{pad}{show(dst)} = fetch {leaf}.{name}" for name, dst in fields]
+            return [f"{pad}{show(dst)} = fetch {leaf}.{f.name}" for f, dst in fields]
         case Store(tensor, index, e, axes, ok):
             guard = "" if ok == Const(True) else f" if {show(ok)}"
             return [f"{pad}for {', '.join(axes)}: {tensor}({', '.join(map(show, index))}) = {show(e)}{guard}"]

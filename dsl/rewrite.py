@@ -8,7 +8,6 @@ from typing import TypeAlias, assert_never
 
 from .expr import Expr, Tile, Var, walk
 from .loops import Best, Fetch, For, If, KeyLoop, Let, Search, Stmt, Store
-from .spec import Range
 from .tile import Gemm, Map, Mask, Reduce, Show
 
 Body: TypeAlias = tuple[Stmt, ...]
@@ -48,7 +47,7 @@ def expressions(s: Stmt) -> tuple[Expr, ...]:
         case If():
             return (s.cond,)
         case KeyLoop():
-            return (s.part.where,) if isinstance(s.part, Range) else ()
+            return (s.part.where,)
         case Fetch():
             return ()
         case Store():

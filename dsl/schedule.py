@@ -95,6 +95,8 @@ def check_schedule(tp: TileProgram, binding: Binding, schedule: Schedule) -> Non
         refuse("heads", f"a reduction over heads needs all {binding.heads} heads in one tile")
     if schedule.rows > 1 and any(isinstance(part, Listed) for source in tp.sources for part in source.parts):
         refuse("rows", "listed entries differ from row to row, so a tile holds one row")
+    if heads > 1 and any(isinstance(p, Listed) and "head" in p.axes for s in tp.sources for p in s.parts):
+        refuse("heads", "listed entries differ from head to head, so a tile holds one head")
     if schedule.partitions > 1 and tp.selects:
         refuse("partitions", "a selection wants whole rows of scores")
     if schedule.partitions > 1 and len(tp.passes) > 1:

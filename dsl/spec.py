@@ -8,7 +8,7 @@ from enum import Enum
 from functools import cached_property
 
 from .dtypes import DType
-from .expr import Axes, Expr, FoldResult, Selected, children, walk
+from .expr import ALWAYS, Axes, Expr, FoldResult, KeyField, Selected, children, walk
 from .source import Loc
 
 # Names that loop nests use for their own scalars and tensors; neither a parameter nor a tile may take one.
@@ -56,11 +56,16 @@ class Range:
 
 @dataclass(frozen=True)
 class Listed:
-    """Entries of one leaf that each row lists; a negative index is an unused slot."""
+    """Entries of one leaf that each row lists; a negative index is an unused slot.
+
+    `block` > 1: what is listed are blocks of that many consecutive entries. Those listed are seen where `where` holds.
+    """
 
     leaf: str
-    indices: str  # an integer parameter [row, slot]
-    slot: str  # the name of its slot axis
+    indices: str  # an integer parameter
+    axes: Axes  # its axes: row, perhaps head or kv_head, and last the slots
+    block: int = 1
+    where: Expr = ALWAYS
     loc: Loc | None = field(default=None, compare=False)
 
 
@@ -167,21 +172,37 @@ class Spec:
         return tuple(dict.fromkeys(found))
 
     @cached_property
-    def tile_axes(self) -> frozenset[str]:
-        """Axes, other than row and key, that some tile has: their sizes are compiled in."""
-        found: set[str] = set()
+    def nodes(self) -> tuple[Expr, ...]:
+        """Every expression under the outputs and probes, those of folds included, each once."""
+        found: dict[Expr, None] = {}
 
         def visit(e: Expr) -> None:
-            found.update(e.axes)
-            for c in children(e):
+            if e in found:
+                return
+            found[e] = None
+            for c in (*children(e), *(e.fold.expressions if isinstance(e, FoldResult) else ())):
                 visit(c)
-            if isinstance(e, FoldResult):
-                for x in e.fold.expressions:
-                    visit(x)
 
         for _, e in (*self.outputs, *(v for p in self.probes for v in p.values)):
             visit(e)
-        return frozenset(found - {"row", "key"})
+        return tuple(found)
+
+    @cached_property
+    def fixed_sizes(self) -> dict[str, int]:
+        """Sizes that the declaration itself gives to axes: of slices of key rows, of selections."""
+        slices = {
+            a: e.size
+            for e in self.nodes
+            if isinstance(e, KeyField) and e.size is not None
+            for a in e.axes
+            if a != "key"
+        }
+        return {**slices, **{s.rank: s.k for s in self.selects}}
+
+    @cached_property
+    def tile_axes(self) -> frozenset[str]:
+        """Axes, other than row and key, that some tile has: their sizes are compiled in."""
+        return frozenset(a for e in self.nodes for a in e.axes if a not in ("row", "key"))
 
     @cached_property
     def fingerprint(self) -> str:

@@ -28,8 +28,9 @@ def target_named(name: str) -> Target:
 def default_schedule(target: Target, spec: Spec, binding: Binding, rows: int, batch: int) -> Schedule:
     """The schedule used where none was tuned, by the mean number of query rows of a sequence."""
     mean = -(-rows // max(1, batch))
-    if any(isinstance(part, Listed) for source in spec.sources for part in source.parts):
-        return Schedule(rows=1, keys=512)
+    lists = [part for source in spec.sources for part in source.parts if isinstance(part, Listed)]
+    if lists:
+        return Schedule(rows=1, heads=1 if any("head" in part.axes for part in lists) else None, keys=512)
     if spec.selects:  # scores of all heads share a tile, so fewer rows do
         return Schedule(rows=max(1, min(8, mean, 512 // binding.group)), keys=1024)
     if mean <= 4:

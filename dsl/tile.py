@@ -63,6 +63,12 @@ class Show:
 TileStmt = Map | Gemm | Reduce | Mask | Show
 
 
+def field_tile(f: KeyField) -> Tile:
+    """The tile that holds a field of a key tile's rows."""
+    part = "" if f.size is None else f"_{f.start}_{f.size}"
+    return Tile(f"keys{f.source}_{f.name}" + ("" if f.leaf is None else f"_{f.leaf}") + part, f.axes)
+
+
 @dataclass(frozen=True)
 class KeyPass:
     """One walk over the keys of a source: all folds over that source that do not need each other's results."""

@@ -7,7 +7,7 @@ from .expr import Coord, Dot, Elem, Expr, FoldResult, Iota, KeyField, Param, Red
 from .loops import Best, Fetch, For, If, Kernel, KeyLoop, Let, Program, Search, Stmt, Store
 from .printer import show_stmt
 from .rewrite import Body, expressions, statements, written
-from .tile import Gemm, KeyPass, Map, Mask, Reduce, TileProgram
+from .tile import Gemm, KeyPass, Map, Mask, Reduce, TileProgram, field_tile
 
 # Statements and expressions that a pass leaves none of: gone for good once it has run.
 _LOWERED: dict[str, tuple[type, ...]] = {
@@ -35,7 +35,7 @@ def verify_tile_program(tp: TileProgram) -> None:
 
 def _given(tp: TileProgram, p: KeyPass) -> list[Tile]:
     operands = [Tile(o.name, o.axes, o.dtype) for o in tp.operands]
-    fields = [Tile(f"keys{f.source}_{f.name}", f.axes) for f in p.fields]
+    fields = [field_tile(f) for f in p.fields]
     results = [s.dst for q in tp.passes for s in q.finish if isinstance(s, Map)]
     return operands + fields + [Tile(s.name, s.axes) for s in p.states] + results
 

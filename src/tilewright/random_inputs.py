@@ -216,10 +216,8 @@ def stored(spec: Spec, sizes: Sizes, leaf: str) -> tuple[int, ...]:
 
 
 def _lengths(spec: Spec, sizes: Sizes, leaf: str) -> tuple[int, ...]:
-    """A leaf's cache_lengths: tokens before this call, but of one that is only listed from, every entry it holds."""
-    parts = [part for s in spec.sources for part in s.parts if part.leaf == leaf]
-    listed = bool(parts) and all(isinstance(part, Listed) for part in parts) and leaf != spec.positions
-    return stored(spec, sizes, leaf) if listed else sizes.cached
+    """A leaf's cache_lengths: tokens before this call where they define positions, else every entry it holds."""
+    return sizes.cached if leaf == spec.positions else stored(spec, sizes, leaf)
 
 
 def reads_values(spec: Spec, p: Declared) -> bool:
@@ -242,7 +240,8 @@ def _scalar(p: Declared, spec: Spec, size: Mapping[str, int]) -> int | float:
 def _tensor(p: Declared, spec: Spec, sizes: Sizes, size: Mapping[str, int], gen: torch.Generator) -> Tensor:
     for part in (part for s in spec.sources for part in s.parts):
         if isinstance(part, Listed) and part.indices == p.name:
-            return _lists(stored(spec, sizes, part.leaf), sizes, size[part.slot], gen).to(torch_dtype(_dtype(p, sizes)))
+            blocks = tuple(-(-n // part.block) for n in stored(spec, sizes, part.leaf))
+            return _lists(blocks, sizes, [size[a] for a in p.axes[1:]], gen).to(torch_dtype(_dtype(p, sizes)))
     shape, dtype = [size[a] for a in p.axes], torch_dtype(_dtype(p, sizes))
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=gen).to(torch.bool)
@@ -252,12 +251,12 @@ def _tensor(p: Declared, spec: Spec, sizes: Sizes, size: Mapping[str, int], gen:
     return torch.randint(0, max(1, min(features, default=1)), shape, generator=gen).to(dtype)
 
 
-def _lists(entries: tuple[int, ...], sizes: Sizes, slots: int, gen: torch.Generator) -> Tensor:
-    """A list of entries for every row [rows, slots]: any that its sequence has, some twice, a quarter unused."""
-    rows: list[Tensor] = [torch.empty(0, slots, dtype=torch.int64)]
+def _lists(entries: tuple[int, ...], sizes: Sizes, inner: list[int], gen: torch.Generator) -> Tensor:
+    """A list of entries for every row [rows, .., slots]: any that its sequence has, some twice, a quarter unused."""
+    rows: list[Tensor] = [torch.empty(0, *inner, dtype=torch.int64)]
     for held, count in zip(entries, sizes.rows, strict=True):
-        listed = torch.randint(0, max(1, held), (count, slots), generator=gen)
-        unused = torch.rand(count, slots, generator=gen) < (0.25 if held else 2)
+        listed = torch.randint(0, max(1, held), (count, *inner), generator=gen)
+        unused = torch.rand(count, *inner, generator=gen) < (0.25 if held else 2)
         rows.append(torch.where(unused, -1 - listed, listed))  # any negative index is unused
     return torch.cat(rows)
 
