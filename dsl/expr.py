@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, assert_never
 
-from .dtypes import DType, boolean, f32, i32
+from .dtypes import DType, Kind, boolean, f32, i32
 from .scalars import OPS, Number
 from .source import Loc
 
@@ -332,16 +332,16 @@ def op(name: str, *args: Expr, loc: Loc | None = None) -> Expr:
         if not divides_by_zero:
             return Const(OPS[name].number(*(a.value for a in args if isinstance(a, Const))))
     match name, args:
-        case ("add" | "sub", (a, b)) if a.dtype is i32 and b == Const(0):
+        case ("add" | "sub", (a, b)) if a.dtype.kind is Kind.INT and b == Const(0):
             return a
-        case ("add", (a, b)) if b.dtype is i32 and a == Const(0):
+        case ("add", (a, b)) if b.dtype.kind is Kind.INT and a == Const(0):
             return b
-        case ("mul" | "floordiv", (a, b)) if a.dtype is i32 and b == Const(1):
+        case ("mul" | "floordiv", (a, b)) if a.dtype.kind is Kind.INT and b == Const(1):
             return a
-        case ("mul", (a, b)) if b.dtype is i32 and a == Const(1):
+        case ("mul", (a, b)) if b.dtype.kind is Kind.INT and a == Const(1):
             return b
         case ("add", (Op("add", (a, Const(x))), Const(y))) | ("add", (Op("add", (Const(x), a)), Const(y))) if (
-            a.dtype is i32 and isinstance(x, int) and isinstance(y, int)
+            a.dtype.kind is Kind.INT and isinstance(x, int) and isinstance(y, int)
         ):
             return op("add", a, Const(x + y))
         case (
