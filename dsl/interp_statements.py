@@ -339,14 +339,25 @@ def _best(s: Best, scope: Scope) -> Do:
 
 
 def _show(s: Show, scope: Scope, hooks: Hooks) -> Do:
-    shown: list[tuple[str, Code]] = [(n, compile_value(e, e.axes, scope)) for n, e in s.values]
+    """Values as the author thinks of them: rows of the sequence and keys it has, without the rest of the tile."""
+    shown = [(n, e.axes, compile_value(e, e.axes, scope)) for n, e in s.values]
     where = ("seq", "r0", "r1", "q0", "k0", "head0", "num_keys")
+    lists = any(t.name.startswith("entry") for t in scope.kernel.tiles)  # their slots are not counted by num_keys
 
     def run(f: Frame) -> None:
+        at = {n: f.scalars[n] for n in where if n in f.scalars}
+        ends = {"row": _difference(at, "r1", "r0"), "key": None if lists else _difference(at, "num_keys", "k0")}
         values: list[tuple[str, object]] = []
-        for n, code in shown:
+        for n, axes, code in shown:
             x = code.run(f)
-            values.append((n, x[0] if isinstance(x, torch.Tensor | np.ndarray) and x.shape[0] == 1 else x))
-        hooks.on_show(s, values, {n: f.scalars[n] for n in where if n in f.scalars})
+            if isinstance(x, torch.Tensor | np.ndarray) and x.shape[0] == 1:
+                x = x[(0, *(slice(ends.get(a)) for a in axes))]
+            values.append((n, x))
+        hooks.on_show(s, values, at)
 
     return run
+
+
+def _difference(at: Mapping[str, Scalar], end: str, start: str) -> int | None:
+    a, b = at.get(end), at.get(start)
+    return a - b if isinstance(a, int) and isinstance(b, int) else None

@@ -69,7 +69,7 @@ def latent_sparse_attention_ragged_paged(
                         count once each; entries are not checked causally
     attn_sink           [num_heads]: a logit per head in the denominator, as in flash attention; None is no sink
     swa_cache           one layer of the sliding-window leaf, paged by token, one latent head; its lengths (tokens
-                        before this call) define positions. None with window 0
+                        before this call) define positions. Not read, and may be None, with window 0
     comp_cache          one layer of the compressed leaf, paged by entry, one latent head; its lengths count all entries
                         stored. Page sizes of the two are free
     window              tokens: a query at pos sees max(0, pos - window + 1)..pos; 0 is no window
@@ -86,24 +86,17 @@ def latent_sparse_attention_ragged_paged(
     comp_indices = as_tensor(name, "comp_indices", comp_indices)
     expect_dtype(name, "comp_indices", comp_indices, INDEX_DTYPES)
     window = expect_int(name, "window", window, range(1 << 31))
-    if (window == 0) != (swa_cache is None):
-        expected = "None with window 0" if window == 0 else f"the window leaf, as window is {window}"
-        raise ArgumentError(op=name, argument="swa_cache", got="is None" if window else "is given", expected=expected)
+    if window and swa_cache is None:
+        expected = f"the window leaf, as window is {window}"
+        raise ArgumentError(op=name, argument="swa_cache", got="is None", expected=expected)
     if attn_sink is not None:
         attn_sink = as_tensor(name, "attn_sink", attn_sink)
         expect_dtype(name, "attn_sink", attn_sink, ROW_DTYPES)
         expect_shape(name, "attn_sink", attn_sink, num_heads=q.shape[1])
-    leaves = {"comp_cache": comp_cache} | ({} if swa_cache is None else {"swa_cache": swa_cache})
+    leaves = {"comp_cache": comp_cache} | ({"swa_cache": swa_cache} if window else {})
     for argument, leaf in leaves.items():
         _check_leaf(name, argument, leaf, q.shape[2])
-    arguments = {
-        "q": q,
-        "comp_indices": comp_indices,
-        "attn_sink": attn_sink,
-        "scale": scale,
-        "swa_cache": None,
-        **leaves,
-    }
+    arguments = {"q": q, "comp_indices": comp_indices, "attn_sink": attn_sink, "scale": scale, "swa_cache": None}
     results = run(
         latent_sparse_attention,
         {**arguments, **leaves},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -38,11 +37,11 @@ class RaggedCompressor:
         self._kept = [nothing] * requests
         self._closed = [0] * requests
 
-    def __call__(self, hidden: Tensor, offsets: Sequence[int]) -> Tensor:
-        """The entries [entries, dim] that rows hidden [rows, hidden_size] of the requests close, by request."""
+    def __call__(self, hidden: Tensor, offsets: Tensor) -> Tensor:
+        """The entries [entries, dim], by request, that new rows hidden [rows, hidden_size] of the requests close."""
         kv, gate = self._module.kv_proj(hidden), self._module.gate_proj(hidden)
         made, tokens = [], []
-        for request, (low, high) in enumerate(pairwise(offsets)):
+        for request, (low, high) in enumerate(pairwise(offsets.tolist())):
             entries = self._close(request, kv[low:high], gate[low:high])
             first, self._closed[request] = self._closed[request], self._closed[request] + len(entries)
             made.append(entries)

@@ -20,7 +20,7 @@ from tilewright.ops.latent_attention import latent_sparse_attention_ragged_paged
 
 from .indexing import as_float8, best_keys
 from .key_pages import KeyPages
-from .model import PROMPTS, STEPS, VOCABULARY, ModelCheck, load_transformers, prompts
+from .model import CHUNK, PROMPTS, STEPS, VOCABULARY, ModelCheck, load_transformers, prompts
 from .serving import compare, redraw, replaced, serve
 
 TOP_K = 6
@@ -49,21 +49,17 @@ def tiny_deepseek_v32(seed: int = 0) -> Any:
 class Caches:
     """The pages of all layers: a latent row and an indexer key per token."""
 
-    def __init__(
-        self, config: Any, requests: int, longest: int, page_size: int, index_page_size: int, float8: bool
-    ) -> None:
+    def __init__(self, config: Any, requests: int, longest: int, page_sizes: tuple[int, int], float8: bool) -> None:
+        """Room for `longest` tokens of each request. page_sizes: of latent rows, of indexer keys."""
         layers, width = config.num_hidden_layers, config.kv_lora_rank + config.qk_rope_head_dim
         dtype = torch.float8_e4m3fn if float8 else torch.float32
-        self.latent = KeyPages(requests, longest, layers, width, page_size=page_size)
-        self.index = KeyPages(requests, longest, layers, config.index_head_dim, page_size=index_page_size, dtype=dtype)
+        self.latent = KeyPages(requests, longest, layers, width, page_size=page_sizes[0])
+        self.index = KeyPages(requests, longest, layers, config.index_head_dim, page_size=page_sizes[1], dtype=dtype)
 
-    @property
-    def lengths(self) -> Tensor:
-        return self.latent.before.cache_lengths
-
-    def begin(self, counts: Sequence[int]) -> None:
+    def begin(self, counts: Sequence[int]) -> Tensor:
         self.latent.begin(counts)
         self.index.begin(counts)
+        return self.latent.positions
 
     def end(self) -> None:
         self.latent.end()
@@ -87,9 +83,8 @@ class Attention:
         q_index, key, weights = indexer_inputs(m.indexer, hidden_states, low, *position_embeddings)
         caches.index.append(layer, key[0])
         offsets = caches.latent.offsets
-        listed = best_keys(
-            q_index[0], weights[0], offsets, caches.index, layer, caches.lengths, top_k=m.indexer.index_topk
-        )
+        lengths = caches.latent.before.cache_lengths
+        listed = best_keys(q_index[0], weights[0], offsets, caches.index, layer, lengths, top_k=m.indexer.index_topk)
         out = latent_sparse_attention_ragged_paged(
             q, offsets, listed, None, None, caches.latent.after.layer(layer), m.scaling, window=0
         )
@@ -107,7 +102,9 @@ class Attention:
         q = m.q_b_proj(low).view(1, hidden.shape[1], m.num_heads, m.qk_head_dim).transpose(1, 2)
         q_plain, q_turned = q.split([m.qk_nope_head_dim, m.qk_rope_head_dim], -1)
         latent, key = m.kv_a_proj_with_mqa(hidden).split([m.kv_lora_rank, m.qk_rope_head_dim], -1)
-        q_turned, key = apply_rotary_pos_emb_interleave(q_turned, key[:, None], cos, sin)
+        q_turned, key = apply_rotary_pos_emb_interleave(  # type: ignore[no-untyped-call]  # as transformers has it
+            q_turned, key[:, None], cos, sin
+        )
         q = torch.cat([torch.einsum("bhsn,hnc->bhsc", q_plain, self.key_up), q_turned], -1)
         return q[0].transpose(0, 1), torch.cat([m.kv_a_layernorm(latent)[0], key[0, 0]], -1)
 
@@ -131,20 +128,22 @@ def indexer_inputs(
 
 
 def check_deepseek_v32(
-    lengths: Sequence[int] = PROMPTS, *, seed: int = 0, steps: int = STEPS, page_size: int = 5,
-    index_page_size: int = 3, float8: bool = False,
+    lengths: Sequence[int] = PROMPTS, *, seed: int = 0, steps: int = STEPS, chunk: int = CHUNK,
+    page_sizes: tuple[int, int] = (5, 3), float8: bool = False,
 ) -> ModelCheck:  # fmt: skip
     """Serve prompts of these lengths and compare every logit and token with the model's eager attention.
 
+    steps: tokens decoded for each. chunk: prompt tokens of a request in one call, at most.
+    page_sizes: of latent rows, of indexer keys.
     float8: indexer keys and queries are in float8, here and, by the same rounding, in the model compared with.
     """
     model, requests = tiny_deepseek_v32(seed), prompts(lengths)
-    caches = Caches(model.config, len(requests), max(lengths) + steps, page_size, index_page_size, float8)
+    caches = Caches(model.config, len(requests), max(lengths) + steps, page_sizes, float8)
     modules = [block.self_attn for block in model.model.layers]
     with torch.no_grad():  # views of weights are made in it
         ours = [(m, Attention(m, caches).forward) for m in modules]
     with replaced(ours):
-        served = serve(model, caches, requests, steps)
+        served = serve(model, caches, requests, steps, chunk)
     with replaced([(m.indexer, _float8_indexer(m.indexer)) for m in modules] if float8 else []):
         return compare(model, requests, served)
 

@@ -22,7 +22,7 @@ from tilewright.ops.latent_attention import latent_sparse_attention_ragged_paged
 from .compressor import RaggedCompressor, rotated
 from .indexing import as_float8, best_keys
 from .key_pages import KeyPages
-from .model import PROMPTS, STEPS, VOCABULARY, ModelCheck, load_transformers, prompts
+from .model import CHUNK, PROMPTS, STEPS, VOCABULARY, ModelCheck, load_transformers, prompts
 from .serving import compare, redraw, replaced, serve
 
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
@@ -59,35 +59,26 @@ def tiny_deepseek_v4(seed: int = 0) -> Any:
 class Caches:
     """The pages of all layers: a row per token, and entries and indexer keys, which close at the pace of their kind."""
 
-    def __init__(
-        self, config: Any, requests: int, longest: int, page_size: int, entry_page_size: int, float8: bool
-    ) -> None:
-        kinds, dim = config.layer_types, config.head_dim
-        self.tokens = KeyPages(requests, longest, len(kinds), dim, page_size=page_size)
+    def __init__(self, config: Any, requests: int, longest: int, page_sizes: tuple[int, int], float8: bool) -> None:
+        """Room for `longest` tokens of each request. page_sizes: of tokens, of entries."""
+        kinds, dim, rates = config.layer_types, config.head_dim, config.compress_rates
+        self.tokens = KeyPages(requests, longest, len(kinds), dim, page_size=page_sizes[0])
         self.entries = {
-            kind: KeyPages(requests, longest // rate, kinds.count(kind), dim, page_size=entry_page_size)
-            for kind, rate in config.compress_rates.items()
+            kind: KeyPages(requests, longest // rate, kinds.count(kind), dim, page_size=page_sizes[1])
+            for kind, rate in rates.items()
         }
         self.index = KeyPages(
-            requests, longest // config.compress_rates[SPARSE], kinds.count(SPARSE), config.index_head_dim,
-            page_size=entry_page_size, dtype=torch.float8_e4m3fn if float8 else torch.float32,
+            requests, longest // rates[SPARSE], kinds.count(SPARSE), config.index_head_dim,
+            page_size=page_sizes[1], dtype=torch.float8_e4m3fn if float8 else torch.float32,
         )  # fmt: skip
-        self._paced = [*((self.entries[kind], rate) for kind, rate in config.compress_rates.items())]
-        self._paced.append((self.index, config.compress_rates[SPARSE]))
+        self._paced = [*((self.entries[kind], rates[kind]) for kind in rates), (self.index, rates[SPARSE])]
 
-    @property
-    def lengths(self) -> Tensor:
-        return self.tokens.before.cache_lengths
-
-    @property
-    def offsets(self) -> Tensor:
-        return self.tokens.offsets
-
-    def begin(self, counts: Sequence[int]) -> None:
-        starts = self.lengths.tolist()
+    def begin(self, counts: Sequence[int]) -> Tensor:
         self.tokens.begin(counts)
+        starts = self.tokens.before.cache_lengths.tolist()
         for pages, rate in self._paced:
             pages.begin([(s + n) // rate - s // rate for s, n in zip(starts, counts, strict=True)])
+        return self.tokens.positions
 
     def end(self) -> None:
         for pages in (self.tokens, *(pages for pages, _ in self._paced)):
@@ -104,16 +95,16 @@ class Attention:
 
     def forward(self, hidden_states: Tensor, position_embeddings: Any, **unused: Any) -> tuple[Tensor, None]:
         """hidden_states [1, rows, hidden_size], the same out."""
-        m, caches = self.module, self.caches
+        m, tokens = self.module, self.caches.tokens
         cos, sin = position_embeddings[m.rope_layer_type]
         low = m.q_a_norm(m.q_a_proj(hidden_states))
         q = rotated(m.q_b_norm(_heads(m.q_b_proj(low), m.head_dim)), cos, sin)
         row = rotated(m.kv_norm(m.kv_proj(hidden_states))[:, None], cos, sin)
-        caches.tokens.append(m.layer_idx, row[0, 0])
-        window = caches.tokens.before.layer(m.layer_idx)
+        tokens.append(m.layer_idx, row[0, 0])
+        window = tokens.before.layer(m.layer_idx)
         listed, entries = self.entries(hidden_states, low, window)
         out = latent_sparse_attention_ragged_paged(
-            q[0].transpose(0, 1), caches.offsets, listed, m.sinks, window, entries, m.scaling, window=m.sliding_window
+            q[0].transpose(0, 1), tokens.offsets, listed, m.sinks, window, entries, m.scaling, window=m.sliding_window
         )
         assert isinstance(out, Tensor)
         # Keys are values, so the output was turned with them; it is turned back at the query's position.
@@ -135,9 +126,11 @@ class HeavilyCompressed(Attention):
         self.pages = caches.entries[module.layer_type]
 
     def entries(self, hidden: Tensor, low: Tensor, window: PagedLeaf) -> tuple[Tensor, PagedLeaf]:
-        self.pages.append(self.layer, self.compressor(hidden[0], self.caches.offsets.tolist()))
-        positions = positions_of(self.caches.lengths, self.caches.offsets)
-        return closed_entries(positions, self.module.compressor.compress_rate), self.pages.after.layer(self.layer)
+        self.pages.append(self.layer, self.compressor(hidden[0], self.caches.tokens.offsets))
+        return self.listed(hidden, low), self.pages.after.layer(self.layer)
+
+    def listed(self, hidden: Tensor, low: Tensor) -> Tensor:
+        return closed_entries(self.caches.tokens.positions, self.module.compressor.compress_rate)
 
 
 class CompressedSparse(HeavilyCompressed):
@@ -147,21 +140,17 @@ class CompressedSparse(HeavilyCompressed):
         super().__init__(module, caches, requests)
         self.index_compressor = RaggedCompressor(module.compressor.indexer, requests)
 
-    def entries(self, hidden: Tensor, low: Tensor, window: PagedLeaf) -> tuple[Tensor, PagedLeaf]:
-        caches, indexer = self.caches, self.module.compressor.indexer
-        offsets = caches.offsets.tolist()
-        self.pages.append(self.layer, self.compressor(hidden[0], offsets))
-        caches.index.append(self.layer, self.index_compressor(hidden[0], offsets))
-        positions = positions_of(caches.lengths, caches.offsets)
-        cos, sin = indexer.rotary_emb(hidden, position_ids=positions[None], layer_type=indexer.rope_layer_type)
-        q = rotated(_heads(indexer.q_b_proj(low), indexer.head_dim), cos, sin)[0].transpose(0, 1)
+    def listed(self, hidden: Tensor, low: Tensor) -> Tensor:
+        tokens, index, indexer = self.caches.tokens, self.caches.index, self.module.compressor.indexer
+        index.append(self.layer, self.index_compressor(hidden[0], tokens.offsets))
+        cos, sin = indexer.rotary_emb(hidden, position_ids=tokens.positions[None], layer_type=indexer.rope_layer_type)
+        q = rotated(_heads(indexer.q_b_proj(low), indexer.head_dim), cos, sin)
         scorer = indexer.scorer
         weights = scorer.weights_proj(hidden[0]) * (scorer.weights_scaling * scorer.softmax_scale)
-        listed = best_keys(
-            q, weights, caches.offsets, caches.index, self.layer, caches.lengths,
+        return best_keys(
+            q[0].transpose(0, 1), weights, tokens.offsets, index, self.layer, tokens.before.cache_lengths,
             top_k=indexer.index_topk, kpool=indexer.compress_rate,
         )  # fmt: skip
-        return listed, self.pages.after.layer(self.layer)
 
 
 ATTENTION = {"sliding_attention": Attention, HEAVY: HeavilyCompressed, SPARSE: CompressedSparse}
@@ -170,12 +159,6 @@ ATTENTION = {"sliding_attention": Attention, HEAVY: HeavilyCompressed, SPARSE: C
 def _heads(x: Tensor, dim: int) -> Tensor:
     """[1, rows, heads * dim] -> [1, heads, rows, dim]."""
     return x.view(1, x.shape[1], -1, dim).transpose(1, 2)
-
-
-def positions_of(lengths: Tensor, offsets: Tensor) -> Tensor:
-    """[rows]: where in its request each row stands."""
-    counts = offsets.diff()
-    return torch.arange(int(offsets[-1])) + (lengths - offsets[:-1]).repeat_interleave(counts)
 
 
 def closed_entries(positions: Tensor, rate: int) -> Tensor:
@@ -189,20 +172,21 @@ def closed_entries(positions: Tensor, rate: int) -> Tensor:
 
 
 def check_deepseek_v4(
-    lengths: Sequence[int] = PROMPTS, *, seed: int = 0, steps: int = STEPS, page_size: int = 5,
-    entry_page_size: int = 3, float8: bool = False,
+    lengths: Sequence[int] = PROMPTS, *, seed: int = 0, steps: int = STEPS, chunk: int = CHUNK,
+    page_sizes: tuple[int, int] = (5, 3), float8: bool = False,
 ) -> ModelCheck:  # fmt: skip
     """Serve prompts of these lengths and compare every logit and token with the model's eager attention.
 
+    steps: tokens decoded for each. chunk: prompt tokens of a request in one call, at most.
+    page_sizes: of tokens, of entries.
     float8: indexer keys and queries are in float8, here and, by the same rounding, in the model compared with.
     """
     model, requests = tiny_deepseek_v4(seed), prompts(lengths)
-    longest = max(lengths) + steps
-    caches = Caches(model.config, len(requests), longest, page_size, entry_page_size, float8)
+    caches = Caches(model.config, len(requests), max(lengths) + steps, page_sizes, float8)
     modules = [block.self_attn for block in model.model.layers]
     ours = [(m, ATTENTION[m.layer_type](m, caches, len(requests)).forward) for m in modules]
     with replaced(ours):
-        served = serve(model, caches, requests, steps)
+        served = serve(model, caches, requests, steps, chunk)
     with replaced(_float8_scorers(modules) if float8 else []):
         return compare(model, requests, served)
 

@@ -15,8 +15,11 @@ from .model import JUNK
 class KeyPages:
     """Key rows of layers that all store at the same pace, of every request: one head, no values.
 
-    A call of the model is `begin`, an `append` for each layer, `end`. Slots without a key hold NaN, table entries without
-    a page hold junk. float8 rows have a scale each.
+    A call of the model is `begin`, an `append` for each layer, `end`. Slots without a key hold NaN, table entries
+    without a page hold junk. float8 rows have a scale each.
+
+    offsets     int32 [requests + 1]: this call's rows, by request
+    positions   [rows]: how many rows of its request stand before each
     """
 
     def __init__(
@@ -29,8 +32,8 @@ class KeyPages:
         self._scales = torch.full((*shape[:-1], 1), torch.nan) if dtype == torch.float8_e4m3fn else None
         self._table = torch.full((requests, pages), JUNK, dtype=torch.int32)
         self._free = torch.randperm(shape[0], generator=torch.Generator().manual_seed(width)).tolist()
-        self._before = self._after = self.counting(torch.zeros(requests, dtype=torch.int32))
-        self.offsets = torch.zeros(requests + 1, dtype=torch.int32)  # of this call's rows, by request
+        self._before = self.counting(torch.zeros(requests, dtype=torch.int32))
+        self.begin([0] * requests)
 
     @property
     def float8(self) -> bool:
@@ -52,11 +55,12 @@ class KeyPages:
 
     def begin(self, counts: Sequence[int]) -> None:
         """A call that brings so many rows of each request: they get their pages."""
-        for request, count in enumerate(counts):
-            end = int(self._before.cache_lengths[request]) + count
+        ends = [s + n for s, n in zip(self._before.cache_lengths.tolist(), counts, strict=True)]
+        for request, end in enumerate(ends):
             for page in range(-(-end // self._before.page_size)):
                 if self._table[request, page] == JUNK:
                     self._table[request, page] = self._free.pop()
+        self.positions = torch.tensor([p for n, end in zip(counts, ends, strict=True) for p in range(end - n, end)])
         self.offsets = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         self._after = self._before.advance(self.offsets)
 

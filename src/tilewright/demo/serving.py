@@ -15,12 +15,8 @@ from .model import CHUNK, STEPS, ModelCheck, Served
 class State(Protocol):
     """The paged caches of a model. What stands in for its attention knows them, and so which rows a call holds."""
 
-    @property
-    def lengths(self) -> Tensor:
-        """[requests]: tokens stored before this call."""
-
-    def begin(self, counts: Sequence[int]) -> None:
-        """A call with so many new tokens of each request."""
+    def begin(self, counts: Sequence[int]) -> Tensor:
+        """A call with so many new tokens of each request; the position in its request of each, [rows]."""
 
     def end(self) -> None:
         """The call is over: its tokens count as stored."""
@@ -90,13 +86,10 @@ def serve(
 def _call(model: Any, state: State, taken: Sequence[Sequence[int]]) -> list[Tensor]:
     """One call on the new tokens of every request, some of which may have none; logits of each one's last row."""
     counts = [len(t) for t in taken]
-    starts = state.lengths.tolist()
-    positions = [s + i for s, n in zip(starts, counts, strict=True) for i in range(n)]
     ids = [t for rows in taken for t in rows]
-    state.begin(counts)
     # A mask that is made already, and that nobody reads: else the model makes a dense one of all rows.
     logits = model(
-        input_ids=torch.tensor([ids]), position_ids=torch.tensor([positions]), use_cache=False,
+        input_ids=torch.tensor([ids]), position_ids=state.begin(counts)[None], use_cache=False,
         attention_mask={"indexed_attention": None},
     ).logits[0]  # fmt: skip
     state.end()
