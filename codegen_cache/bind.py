@@ -110,6 +110,10 @@ def bind(
         leaf = names.get(next(iter(leaves)), next(iter(leaves)))
         expected = f"a divisor of the {heads} query heads"
         raise ArgumentError(op=op, argument=leaf, got=f"has {kv_heads} key-value heads", expected=expected)
+    if kv_heads > 1 and (output := spec.shared_by_heads):
+        leaf = names.get(next(iter(leaves)), next(iter(leaves)))
+        expected = f"1: output {output!r} has no head axis, and depends on the key-value head"
+        raise ArgumentError(op=op, argument=leaf, got=f"has {kv_heads} key-value heads", expected=expected)
     rows = {a for p in spec.params if p.kind is ParamKind.PAGED for a in (*p.axes, *p.value_axes)}
     static = {a: n for a, n in sizes.of.items() if a in spec.tile_axes | rows} | {"head": heads}
     for axis, size in spec.fixed_sizes.items():

@@ -1,8 +1,8 @@
 """Spec -> tile program: straight-line statements over named-axis tiles.
 
-Five rules, none of them about attention: a Dot becomes a Gemm; a Reduction becomes a Reduce; elementwise chains fuse
-into one Map; a subexpression with fewer axes than its user, or with two users, gets its own tile; `state * a + dot`
-becomes an in-place Map and an accumulating Gemm.
+Five rules, none of them about attention: a Dot, or a sum of products, becomes a Gemm; a Reduction becomes a Reduce;
+elementwise chains fuse into one Map; a subexpression with fewer axes than its user, or with two users, gets its own
+tile; `state * a + dot` becomes an in-place Map and an accumulating Gemm.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ class _Builder:
                 made = self._tiles[e] = self._names.fresh("g", e)
                 self.out.append(Gemm(made, left, right, over, loc=loc))
                 return made
+            case Reduction("sum", Op("mul", (a, b)), over, loc) if over in a.axes and over in b.axes:
+                return self.flat(Dot(a, b, over, loc))  # a sum of products is a matrix product
             case Reduction(kind, a, over, loc):
                 src = self.tile(a)
                 made = self._tiles[e] = self._names.fresh("red", e)

@@ -16,7 +16,6 @@ from .interp_blocks import block, kept_rows
 from .interp_liveness import last_reads, shared_names
 from .interp_values import (
     Array,
-    Code,
     Frame,
     Ints,
     Scalar,
@@ -267,14 +266,16 @@ def _store(s: Store, scope: Scope) -> Do:
     """Points where `ok`: rows past the end are left out along their one axis, anything else by a mask."""
     value, ok = compile_value(s.expr, s.axes, scope), compile_value(s.ok, s.axes, scope)
     index = [compile_value(i, s.axes, scope) for i in s.index]
-    count = scope.lane_count if any(c.lanes for c in (value, ok, *index)) else 1
+    apart = any(c.lanes for c in (ok, *index))  # else all lanes store one value in one place
+    count = scope.lane_count if apart else 1
     whole, dtype = (count, *(scope.sizes[a] for a in s.axes)), torch_dtype(scope.args[s.tensor].dtype)
     dim = 1 + s.axes.index(ok.axes[0]) if len(ok.axes) == 1 and not ok.lanes else None
 
     def run(f: Frame) -> None:
         tensor, good = f.tensors[s.tensor], as_numpy(ok.run(f))
         at = [_index(c.run(f), len(whole)) for c in index]
-        x = _spread(value.run(f), len(whole)).expand(whole)
+        x = _spread(value.run(f), len(whole))
+        x = (x if apart else x[:1]).expand(whole)
         if not np.any(good):
             return
         if dim is not None and not np.all(good):

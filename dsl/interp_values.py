@@ -97,6 +97,11 @@ def as_numpy(x: Scalar) -> Scalar:
     return x.numpy() if isinstance(x, torch.Tensor) else x
 
 
+def as_number(x: Scalar) -> Number:
+    assert isinstance(x, bool | int | float)
+    return x
+
+
 def as_ints(x: Scalar) -> Ints:
     assert isinstance(x, np.ndarray)
     return x.astype(np.int64, copy=False)
@@ -262,7 +267,10 @@ def _overwriting(e: Op, args: list[Code], full: int) -> Run | None:
         c, a, b = runs
         fill: Callable[..., torch.Tensor] = torch.Tensor.masked_fill_
         return lambda f: fill(a(f), _tensor(c(f)).logical_not(), b(f))
-    if name in ("max", "min") and not args[1 - full].number:
+    if name in ("max", "min") and args[1 - full].number:
+        limit, clamp = runs[1 - full], torch.Tensor.clamp_min_ if name == "max" else torch.Tensor.clamp_max_
+        return lambda f: clamp(_tensor(mine(f)), float(as_number(limit(f))))  # NaN stays NaN, as in maximum
+    if name in ("max", "min"):
         other, function = runs[1 - full], torch.maximum if name == "max" else torch.minimum
 
         def extreme(f: Frame) -> torch.Tensor:

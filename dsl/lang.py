@@ -17,7 +17,7 @@ from .expr import Axes, Expr, FoldResult, KeyField, Param, loc_of, ordered, walk
 from .printer import show
 from .probes import traced_builtins
 from .source import Loc, here
-from .spec import Declared, Listed, ParamKind, Part, Probe, Range, Source, Spec, is_reserved
+from .spec import Declared, Fold, Listed, ParamKind, Part, Probe, Range, Source, Spec, is_reserved
 from .value import HasValue, Value, as_expr, describe, pos
 from .value import key as key_position
 
@@ -208,7 +208,10 @@ class Operator:
                     problem = f"{name} has a value per key, and needs a reduction that is known after the keys"
                     raise errors.AxisMismatch(loc=probe.loc, what=probe.kind, problem=problem)
         positions = self.positions if any(p.name == self.positions for p in params) else None
-        return Spec(self.name, params, tuple(trace.sources), outputs, positions, tuple(trace.probes))
+        spec = Spec(self.name, params, tuple(trace.sources), outputs, positions, tuple(trace.probes))
+        for f in spec.folds:
+            _expect_per_row(f, spec.sources[f.source])
+        return spec
 
     def _bind(self, trace: Trace, constants: dict[str, object]) -> tuple[dict[str, object], tuple[Declared, ...]]:
         args: dict[str, object] = {}
@@ -303,6 +306,17 @@ class Operator:
                 f"several paged caches ({', '.join(paged)}): say whose lengths define pos, @op(positions=...)"
             )
         return positions or next(iter(paged), None)
+
+
+def _expect_per_row(f: Fold, source: Source) -> None:
+    """What is reduced over the keys that a row sees varies over whatever decides which those are."""
+    listed = any(isinstance(p, Listed) for p in source.parts)
+    seen = {a for p in source.parts for a in p.where.axes} | ({"row"} if listed else set())
+    for e, absent in zip(f.inputs, f.absent, strict=True):
+        missing = ", ".join(ordered(seen - {"key", *e.axes}))
+        if absent is not None and missing:
+            problem = f"{show(e)} does not vary over {missing}, which decides what keys are seen; multiply by a tensor"
+            raise errors.AxisMismatch(loc=f.loc, what=f.name, problem=f"{problem} that does")
 
 
 _LEAF_NAMES = ("table", "lengths", "k", "v", "k_scale", "v_scale", "pages", "max_pages")

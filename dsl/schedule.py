@@ -99,5 +99,9 @@ def check_schedule(tp: TileProgram, binding: Binding, schedule: Schedule) -> Non
         refuse("heads", "listed entries differ from head to head, so a tile holds one head")
     if schedule.partitions > 1 and tp.selects:
         refuse("partitions", "a selection wants whole rows of scores")
+    kv_heads = max((leaf.kv_heads for _, leaf in binding.leaves), default=1)
+    for s in (s for p in tp.passes for s in p.states) if schedule.partitions > 1 else ():
+        if "row" not in s.axes or ("head" not in s.axes and kv_heads > 1):
+            refuse("partitions", f"state {s.name!r} has axes [{', '.join(s.axes)}]; to be kept it needs row and head")
     if schedule.partitions > 1 and len(tp.passes) > 1:
         refuse("partitions", f"the operator walks its keys {len(tp.passes)} times; partitions need one walk")

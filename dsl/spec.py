@@ -8,7 +8,7 @@ from enum import Enum
 from functools import cached_property
 
 from .dtypes import DType
-from .expr import ALWAYS, Axes, Expr, FoldResult, KeyField, Selected, children, walk
+from .expr import ALWAYS, Axes, Coord, Expr, FoldResult, KeyField, Param, Selected, children, walk
 from .source import Loc
 
 # Names that loop nests use for their own scalars and tensors; neither a parameter nor a tile may take one.
@@ -203,6 +203,21 @@ class Spec:
     def tile_axes(self) -> frozenset[str]:
         """Axes, other than row and key, that some tile has: their sizes are compiled in."""
         return frozenset(a for e in self.nodes for a in e.axes if a not in ("row", "key"))
+
+    @cached_property
+    def shared_by_heads(self) -> str | None:
+        """An output without a head axis that depends on the key-value head, which there may only be one of."""
+
+        def depends(e: Expr) -> bool:
+            match e:
+                case KeyField() | Coord("kv_head"):
+                    return True
+                case Param(_, own):
+                    return "kv_head" in own
+                case _:
+                    return False
+
+        return next((n for n, e in self.outputs if "head" not in e.axes and any(map(depends, walk(e)))), None)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -93,7 +93,7 @@ def latent_sparse_attention_ragged_paged(
         attn_sink = as_tensor(name, "attn_sink", attn_sink)
         expect_dtype(name, "attn_sink", attn_sink, ROW_DTYPES)
         expect_shape(name, "attn_sink", attn_sink, num_heads=q.shape[1])
-    leaves = {"comp_cache": comp_cache} | ({"swa_cache": swa_cache} if window else {})
+    leaves = {"comp_cache": comp_cache} | ({} if swa_cache is None or window == 0 else {"swa_cache": swa_cache})
     for argument, leaf in leaves.items():
         _check_leaf(name, argument, leaf, q.shape[2])
     arguments = {"q": q, "comp_indices": comp_indices, "attn_sink": attn_sink, "scale": scale, "swa_cache": None}

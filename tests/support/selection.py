@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +20,8 @@ from tilewright.dsl.dtypes import DTYPES
 from tilewright.dsl.interp import DEFAULT_BUDGET
 from tilewright.dsl.schedule import Schedule
 from tilewright.ops.cache import PagedKVCache, PagedLeaf
-from tilewright.ops.indexer import mla_indexer
-from tilewright.ops.latent_attention import latent_sparse_attention
+from tilewright.ops.indexer import mla_indexer, mla_indexer_ragged_float8_paged
+from tilewright.ops.latent_attention import latent_sparse_attention, latent_sparse_attention_ragged_paged
 from tilewright.ops.masks import mask_named
 
 from .batches import F8
@@ -275,6 +276,24 @@ def run_latent(
     return found["out"], found["lse"]
 
 
+def public_latent(data: Latent, leaves: tuple[PagedLeaf | None, PagedLeaf], **options: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the published operator; `options` replace or add arguments."""
+    given: dict[str, Any] = {
+        "q": data.q,
+        "input_row_offsets": data.offsets,
+        "comp_indices": data.indices,
+        "attn_sink": data.sink,
+        "swa_cache": leaves[0],
+        "comp_cache": leaves[1],
+        "scale": data.scale,
+        "window": data.window,
+        "return_lse": True,
+    }
+    found = latent_sparse_attention_ragged_paged(**{**given, **options})
+    assert isinstance(found, tuple)
+    return found
+
+
 # ---- the indexer -----------------------------------------------------------------------------------------------------
 
 
@@ -382,6 +401,21 @@ def run_indexer(
         budget_bytes=budget,
     )
     return found["out"]
+
+
+def public_indexer(data: Scored, cache: PagedKVCache, k: int, **options: Any) -> Tensor:
+    """The published operator; `options` replace or add arguments."""
+    given: dict[str, Any] = {
+        "q": data.q,
+        "q_s": data.q_s,
+        "input_row_offsets": data.offsets,
+        "k_collection": cache,
+        "layer_idx": 0,
+        "top_k": k,
+        "mask_str": data.mask,
+        "kpool": data.pool,
+    }
+    return mla_indexer_ragged_float8_paged(**{**given, **options})
 
 
 def assert_indices(actual: Tensor, expected: Ints | Sequence[Sequence[int]]) -> None:

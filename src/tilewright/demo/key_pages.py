@@ -60,7 +60,8 @@ class KeyPages:
             for page in range(-(-end // self._before.page_size)):
                 if self._table[request, page] == JUNK:
                     self._table[request, page] = self._free.pop()
-        self.positions = torch.tensor([p for n, end in zip(counts, ends, strict=True) for p in range(end - n, end)])
+        places = [p for n, end in zip(counts, ends, strict=True) for p in range(end - n, end)]
+        self.positions = torch.tensor(places, dtype=torch.int64)
         self.offsets = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         self._after = self._before.advance(self.offsets)
 

@@ -1,0 +1,231 @@
+"""Tiny DeepSeek models served through our operators on paged caches give the logits and tokens of the eager models."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from itertools import islice, pairwise
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilewright.demo import compressor, deepseek_v4, deepseek_v32, indexing, serving
+from tilewright.demo.compressor import RaggedCompressor
+from tilewright.demo.deepseek_v4 import check_deepseek_v4, closed_entries, tiny_deepseek_v4
+from tilewright.demo.deepseek_v32 import check_deepseek_v32, tiny_deepseek_v32
+from tilewright.demo.key_pages import KeyPages
+from tilewright.demo.model import ModelCheck
+
+CHECKS: dict[str, Callable[..., ModelCheck]] = {"v4": check_deepseek_v4, "v32": check_deepseek_v32}
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs transformers: pip install 'tilewright[models]'"
+)
+
+
+# ---- the models ------------------------------------------------------------------------------------------------------
+
+WORKLOADS: dict[str, dict[str, Any]] = {
+    "pages-of-3": {"page_sizes": (3, 3)},
+    "pages-of-8": {"page_sizes": (8, 8)},
+    "pages-of-1-and-7": {"page_sizes": (1, 7), "seed": 1},
+    "token-by-token": {"chunk": 1, "steps": 4, "page_sizes": (8, 3)},
+    "whole-prompts": {"chunk": 64, "seed": 2},
+    "long-and-short": {"lengths": (64, 3, 29, 2), "page_sizes": (3, 8)},
+    "around-entries": {"lengths": (33, 31, 32, 5, 7, 8), "chunk": 7, "steps": 8},
+}
+
+
+@pytest.mark.slow
+@needs_transformers
+@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("model", CHECKS)
+def test_model(model: str, workload: str) -> None:
+    """Every logit within 2e-5 and every greedy token, for prompts in chunks beside decode rows."""
+    given = WORKLOADS[workload]
+    found = CHECKS[model](**given)
+    assert found.ok, (found.worst, found.same_tokens)
+    assert 0 < found.worst <= found.tolerance == 2e-5 < 1e-3 < found.largest
+    assert found.served.rows == sum(n + given.get("steps", 16) - 1 for n in found.prompts)
+    assert (found.served.mixed > 0) == (workload != "whole-prompts")
+    # Tokens are told apart by more than logits may differ, and decoding has not run into one token.
+    best = torch.stack([logits.topk(2).values for request in found.served.logits for logits in request])
+    assert (best[:, 0] - best[:, 1]).min() > 10 * found.tolerance
+    assert len({t for request in found.served.tokens for t in request}) > 8
+
+
+@pytest.mark.slow
+@needs_transformers
+@pytest.mark.parametrize("seed", [4, 7])
+@pytest.mark.parametrize("model", CHECKS)
+def test_float8_indexer(model: str, seed: int) -> None:
+    """The published indexer picks what the model picks from the same float8 numbers, not what it picks in float32."""
+    found = CHECKS[model](float8=True, seed=seed)
+    assert found.ok, (found.worst, found.same_tokens)
+    plain = CHECKS[model](seed=seed)
+    pairs = zip(found.served.logits, plain.served.logits, strict=True)
+    assert max(float((torch.stack(a) - torch.stack(b)).abs().max()) for a, b in pairs) > 1e-2
+
+
+@pytest.mark.slow
+@needs_transformers
+@pytest.mark.parametrize("tiny", [tiny_deepseek_v4, tiny_deepseek_v32])
+def test_compared_with_eager_attention(tiny: Callable[[], Any]) -> None:
+    """The other side of the comparison is the model as it came: its own eager attention, and its own forward."""
+    model = tiny()
+    assert model.config._attn_implementation == "eager"
+    attention = model.model.layers[0].self_attn
+    own = attention.forward
+    with serving.replaced([(attention, print)]):
+        assert attention.forward is print
+    assert attention.forward == own
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+def alter(monkeypatch: pytest.MonkeyPatch, owner: ModuleType | type, name: str, **change: Callable[[Any], Any]) -> None:
+    """Each call of a function gets some of its arguments changed."""
+    right = getattr(owner, name)
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        call = inspect.signature(right).bind(*args, **kwargs)
+        call.arguments.update({n: f(call.arguments[n]) for n, f in change.items()})
+        return right(*call.args, **call.kwargs)
+
+    monkeypatch.setattr(owner, name, wrong)
+
+
+class OneEntryLess:
+    """Drops one listed entry of one row, in one call of one layer."""
+
+    def __init__(self) -> None:
+        self.dropped = 0
+
+    def __call__(self, listed: Tensor) -> Tensor:
+        at = (listed >= 0).nonzero()
+        if self.dropped or not len(at):
+            return listed
+        self.dropped, listed = 1, listed.clone()
+        listed[tuple(at[-1])] = -1
+        return listed
+
+
+def without_turned_part(q: Tensor) -> Tensor:
+    return torch.cat([q[..., :24], torch.zeros_like(q[..., 24:])], -1)
+
+
+ATTENTION = "latent_sparse_attention_ragged_paged"
+FLOAT8 = "mla_indexer_ragged_float8_paged"
+
+# What is served, the function that is given something wrong, and what.
+FAULTS: dict[str, tuple[str, ModuleType | type, str, dict[str, Callable[[], Callable[[Any], Any]]]]] = {
+    "nothing": ("v4", deepseek_v4, ATTENTION, {}),
+    "sink": ("v4", deepseek_v4, ATTENTION, {"attn_sink": lambda: lambda sink: None}),
+    "window": ("v4", deepseek_v4, ATTENTION, {"window": lambda: lambda window: window + 1}),
+    "one-entry": ("v4", deepseek_v4, ATTENTION, {"comp_indices": OneEntryLess}),
+    "entry-late": ("v4", deepseek_v4, "closed_entries", {"positions": lambda: lambda positions: positions - 1}),
+    "picked-late": ("v4", deepseek_v4, "best_keys", {"lengths": lambda: lambda lengths: (lengths - 1).clamp(0)}),
+    "one-pick-less": ("v4", deepseek_v4, "best_keys", {"top_k": lambda: lambda k: k - 1}),
+    "head-weights": ("v4", deepseek_v4, "best_keys", {"q_s": lambda: torch.abs}),
+    "turned-back": ("v4", compressor, "rotated", {"sin": lambda: torch.abs}),
+    "entry-weights": ("v4", RaggedCompressor, "_close", {"gate": lambda: torch.zeros_like}),
+    "float8-nothing": ("v4-float8", indexing, FLOAT8, {}),
+    "float8-scales": ("v4-float8", indexing, FLOAT8, {"q_s": lambda: torch.sign}),
+    "v32-nothing": ("v32", deepseek_v32, ATTENTION, {}),
+    "v32-one-key": ("v32", deepseek_v32, ATTENTION, {"comp_indices": OneEntryLess}),
+    "v32-scale": ("v32", deepseek_v32, ATTENTION, {"scale": lambda: lambda scale: scale * 1.001}),
+    "v32-turned-part": ("v32", deepseek_v32, ATTENTION, {"q": lambda: without_turned_part}),
+    "v32-a-sink": ("v32", deepseek_v32, ATTENTION, {"attn_sink": lambda: lambda none: torch.zeros(4)}),
+    "v32-one-pick-less": ("v32", deepseek_v32, "best_keys", {"top_k": lambda: lambda k: k - 1}),
+    "v32-head-weights": ("v32", deepseek_v32, "best_keys", {"q_s": lambda: torch.abs}),
+    "v32-float8-scales": ("v32-float8", indexing, FLOAT8, {"q_s": lambda: torch.sign}),
+}
+
+
+@pytest.mark.slow
+@needs_transformers
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits are off wherever something is wrong, and only there."""
+    served, owner, name, changes = FAULTS[fault]
+    alter(monkeypatch, owner, name, **{argument: make() for argument, make in changes.items()})
+    model, _, float8 = served.partition("-")
+    found = CHECKS[model]((26, 2, 9), steps=4, float8=bool(float8))
+    assert found.ok == (not changes), found.worst
+    assert found.ok or found.worst > 10 * found.tolerance
+
+
+# ---- the pieces ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@needs_transformers
+@pytest.mark.parametrize("which", ["sparse", "heavy", "index"])
+@torch.no_grad()
+def test_compressor_over_ragged_rows(which: str) -> None:
+    """Requests in chunks of any size close the entries that the model's compressor makes of each whole request."""
+    model = tiny_deepseek_v4()
+    layer, rate = (2, 8) if which == "heavy" else (1, 4)
+    module = model.model.layers[layer].self_attn.compressor
+    requests = [torch.randn(n, 64, generator=torch.Generator().manual_seed(n)) for n in (37, 3, 24)]
+    ours = RaggedCompressor(module.indexer if which == "index" else module, len(requests))
+    made: list[list[Tensor]] = [[] for _ in requests]
+    for low, high in pairwise((0, 1, 2, 4, 9, 10, 23, 37)):
+        chunks = [r[low:high] for r in requests]
+        offsets = torch.tensor([0, *map(len, chunks)]).cumsum(0)
+        counts = [min(high, len(r)) // rate - min(low, len(r)) // rate for r in requests]
+        entries = iter(ours(torch.cat(chunks), offsets))
+        for request, count in zip(made, counts, strict=True):
+            request += islice(entries, count)
+        assert next(entries, None) is None
+    for hidden, rows in zip(requests, made, strict=True):
+        want = library_entries(model, layer, hidden[None], indexer=which == "index")
+        torch.testing.assert_close(torch.stack(rows) if rows else want[:0], want, atol=2e-6, rtol=2e-6)
+        assert len(want) == len(hidden) // rate
+
+
+def library_entries(model: Any, layer: int, hidden: Tensor, *, indexer: bool) -> Tensor:
+    """Entries [entries, dim] that the model's own compressor makes of hidden [1, rows, hidden_size]."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    low = torch.zeros(1, hidden.shape[1], model.config.q_lora_rank)
+    positions = torch.arange(hidden.shape[1])[None]
+    model.model.layers[layer].self_attn.compressor(hidden, low, positions, cache, layer)
+    kept: Any = cache.layers[layer]  # of a class that this model brings
+    entries: Tensor = kept.compressed_kv["indexer" if indexer else "compressor"][0]
+    return entries
+
+
+def test_closed_entries() -> None:
+    """An entry is listed from the row of its last token on."""
+    assert closed_entries(torch.tensor([0, 2]), 4).tolist() == [[], []]
+    listed = closed_entries(torch.tensor([2, 3, 7, 8, 0]), 4)
+    assert listed.dtype == torch.int32
+    assert listed.tolist() == [[-1, -1], [0, -1], [0, 1], [0, 1], [-1, -1]]
+
+
+def test_key_pages() -> None:
+    """Rows of several calls are found by their positions, in the layer they were stored in."""
+    pages = KeyPages(2, 7, 2, 4, page_size=3)
+    first, second = torch.randn(3, 4), torch.randn(4, 4)
+    pages.begin([2, 1])
+    pages.append(1, first)
+    assert pages.positions.tolist() == [0, 1, 0]
+    assert (pages.before.cache_lengths.tolist(), pages.after.cache_lengths.tolist()) == ([0, 0], [2, 1])
+    pages.end()
+    pages.begin([4, 0])
+    pages.append(1, second)
+    assert pages.positions.tolist() == [2, 3, 4, 5]
+    leaf = pages.after.layer(1)
+    assert leaf.cache_lengths.tolist() == [6, 1]
+    at = torch.arange(6)
+    stored = leaf.keys[leaf.lookup_table[0, at // 3], at % 3, 0]
+    assert torch.equal(stored, torch.cat([first[:2], second]))
+    assert pages.after.layer(0).keys.isnan().all()
+    assert pages.counting(torch.tensor([40, 50])).cache_lengths.tolist() == [40, 50]
