@@ -134,7 +134,7 @@ def _execute(
 
 def _trace(op: str, operator: Operator, arguments: Mapping[str, object], constants: Mapping[str, object]) -> Spec:
     runtime = [n for n, (a, _) in operator.parameters.items() if a.kind is not None]
-    optional = {n for n, (a, _) in operator.parameters.items() if a.optional}
+    optional = {n for n in runtime if operator.parameters[n][0].optional}
     for n in runtime:
         if n not in optional and arguments.get(n) is None:
             raise ArgumentError(op=op, argument=n, got="is missing", expected="a value")

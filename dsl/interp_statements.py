@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias, assert_never
 
 import numpy as np
@@ -131,18 +132,52 @@ def _search(s: Search, scope: Scope) -> Do:
 
 def _for(s: For, scope: Scope, hooks: Hooks) -> Do:
     lo, hi = compile_value(s.lo, (), scope).run, compile_value(s.hi, (), scope).run
-    body = compile_body(s.body, scope, hooks)
-    local = {n for x in statements(s.body) for n in written(x)} - shared_names(s.body, scope.kernel.body)
-    tiles = {t.name: blank_tile(t, scope.sizes) for t in scope.kernel.tiles if t.name in local}
+    bodies = _Bodies(s, scope, hooks)
 
     def run(f: Frame) -> None:
         for i in range(int(lo(f)), int(hi(f))):
             f.scalars[s.var] = i
-            f.tiles.update(tiles)  # an iteration sees nothing of the one before but the states
-            for do in body:
-                do(f)
+            bodies.run(f)
 
     return run
+
+
+class _Bodies:
+    """A loop's body for key tiles of several sizes.
+
+    Keys past the end of a loop's range change nothing, so its last tile is computed with as many keys as it holds,
+    rounded up. Loops over keys are known by their variable: `kt<part>` walks up to `hi<part>` and starts each tile at
+    `k0`. Tiles of alternatives (`kt<part>_<n>`) may hold each other's keys, so they are computed whole.
+    """
+
+    def __init__(self, s: For, scope: Scope, hooks: Hooks) -> None:
+        self._loop, self._scope, self._hooks = s, scope, hooks
+        self._end = f"hi{s.var[2:]}" if re.fullmatch(r"kt\d+", s.var) else None
+        self._first = compile_body(s.body[:1], scope, hooks) if self._end else ()
+        self._rest = s.body[1:] if self._end else s.body
+        self._full = scope.sizes.get("key", 1)
+        self._compiled: dict[int, tuple[tuple[Do, ...], Mapping[str, Array]]] = {}
+
+    def run(self, f: Frame) -> None:
+        for do in self._first:
+            do(f)
+        body, blank = self._for_keys(f)
+        f.tiles.update(blank)  # an iteration sees nothing of the one before but the states
+        for do in body:
+            do(f)
+
+    def _for_keys(self, f: Frame) -> tuple[tuple[Do, ...], Mapping[str, Array]]:
+        keys, end, start = self._full, f.scalars.get(self._end or ""), f.scalars.get("k0")
+        if isinstance(end, int) and isinstance(start, int) and end - start < self._full:
+            step = 16 if end - start <= 16 else 64
+            keys = min(self._full, max(1, -(-(end - start) // step)) * step)
+        if keys not in self._compiled:  # two threads may both compile it; either result will do
+            scope = replace(self._scope, sizes={**self._scope.sizes, "key": keys})
+            shared = shared_names(self._loop.body, scope.kernel.body)
+            local = {n for x in statements(self._rest) for n in written(x)} - shared
+            blank = {t.name: blank_tile(t, scope.sizes) for t in scope.kernel.tiles if t.name in local}
+            self._compiled[keys] = compile_body(self._rest, scope, self._hooks), blank
+        return self._compiled[keys]
 
 
 def _shape(dst: Tile, scope: Scope) -> tuple[int, ...]:

@@ -188,9 +188,8 @@ class Operator:
 
         Raises an `AuthorError` at the author's file, line and column where the declaration makes no sense.
         """
-        memo = frozenset((name, _identity(value)) for name, value in constants.items())
         try:
-            hash(memo)
+            memo = frozenset((name, _identity(value)) for name, value in constants.items())
         except TypeError:  # an unhashable constant: traced again each time
             return self._trace(constants)
         if memo not in self._specs:

@@ -81,6 +81,7 @@ def _bounded(loop: KeyLoop, cx: Context) -> tuple[Stmt, ...]:
     size = cx.schedule.keys
     out: list[Stmt] = []
     tiles: list[tuple[Expr, Expr, Expr | None, Expr | None]] = []
+    base = tile_base(loop.number, cx)
     for n, label in enumerate(cx.labels(loop.number)):
         i, (lo, hi) = cx.intervals[loop.number][n], _key_range(loop.number, n, cx)
         lo_v, hi_v = Var(f"lo{label}"), Var(f"hi{label}")
@@ -89,13 +90,19 @@ def _bounded(loop: KeyLoop, cx: Context) -> tuple[Stmt, ...]:
         if i.whole and cx.schedule.masks != "always":
             first = lo_v if i.whole_lo is None else maximum(i.whole_lo, lo_v)
             last = hi_v if i.whole_hi is None else minimum(add(i.whole_hi, 1), hi_v)
-            whole = (ceildiv(first, size), floordiv(last, size))
-        tiles.append((floordiv(lo_v, size), ceildiv(hi_v, size), *whole))
+            whole = (ceildiv(sub(first, base), size), floordiv(sub(last, base), size))
+        tiles.append((floordiv(sub(lo_v, base), size), ceildiv(sub(hi_v, base), size), *whole))
     for label, (lo, hi, whole_lo, whole_hi) in zip(
         cx.labels(loop.number), _disjoint(tiles, loop.number, out), strict=True
     ):
         out += _loops(loop, label, lo, hi, whole_lo, whole_hi, cx)
     return tuple(out)
+
+
+def tile_base(number: int, cx: Context) -> Expr:
+    """The key that tiles of a part are counted from: 0, or the first key in sight. Alternatives share one count."""
+    labels = cx.labels(number)
+    return Var(f"lo{labels[0]}") if cx.schedule.start == "first" and len(labels) == 1 else Const(0)
 
 
 def _listed(loop: KeyLoop, part: Listed, cx: Context) -> tuple[Stmt, ...]:
@@ -153,7 +160,7 @@ def _loops(
 ) -> list[Stmt]:
     """The loop over one interval's tiles, or three: edge, middle, edge."""
     var = f"kt{label}"
-    start = Let("k0", mul(Var(var), cx.schedule.keys))
+    start = Let("k0", add(tile_base(loop.number, cx), mul(Var(var), cx.schedule.keys)))
 
     def body(masked: bool, guard: Expr | None) -> tuple[Stmt, ...]:
         made: list[Stmt] = [start]

@@ -61,12 +61,14 @@ class Schedule:
     heads: int | None = None  # query heads of one group in a tile; None: the whole group
     keys: int = 128  # keys in a tile
     partitions: int = 1  # parts the keys of a row tile are cut into, merged by a second kernel
+    start: str = "aligned"  # aligned: key tiles start at multiples of their size | first: at the first key in sight
     masks: str = "branch"  # branch: one loop, masked where not wholly seen | split: edge and middle loops | always
 
     def heads_per_tile(self, binding: Binding) -> int:
         return self.heads or binding.group
 
 
+STARTS = ("aligned", "first")
 MASKS = ("branch", "split", "always")
 
 
@@ -84,6 +86,8 @@ def check_schedule(tp: TileProgram, binding: Binding, schedule: Schedule) -> Non
             refuse(name, "must be an integer")
         elif value < 1:
             refuse(name, "must be at least 1")
+    if schedule.start not in STARTS:
+        refuse("start", f"must be one of {', '.join(STARTS)}")
     if schedule.masks not in MASKS:
         refuse("masks", f"must be one of {', '.join(MASKS)}")
     heads = schedule.heads_per_tile(binding)

@@ -30,9 +30,12 @@ def default_schedule(target: Target, spec: Spec, binding: Binding, rows: int, ba
     mean = -(-rows // max(1, batch))
     lists = [part for source in spec.sources for part in source.parts if isinstance(part, Listed)]
     if lists:
-        return Schedule(rows=1, heads=1 if any("head" in part.axes for part in lists) else None, keys=512)
-    if spec.selects:  # scores of all heads share a tile, so fewer rows do
-        return Schedule(rows=max(1, min(8, mean, 512 // binding.group)), keys=1024)
+        heads = 1 if any("head" in part.axes for part in lists) else None
+        return Schedule(rows=1, heads=heads, keys=512, start="first")
+    if spec.selects and mean == 1:
+        return Schedule(rows=1, keys=4096)
+    if spec.selects:  # a tile holds scores of all heads, and keys are decoded once per row tile
+        return Schedule(rows=min(32, 1 << (mean - 1).bit_length()), keys=512)
     if mean <= 4:
         return Schedule(rows=max(1, mean), keys=512)
     return Schedule(rows=min(128, 1 << (mean - 1).bit_length()))

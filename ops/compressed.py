@@ -21,7 +21,7 @@ def heavily_compressed_attention(
     rate: Const[int] = 128,
     with_lse: Const[bool] = False,
 ):
-    """A window of tokens and all closed entries, whose key rows are their values (DeepSeek-V4's heavily compressed layers).
+    """A window of tokens and all closed entries, keys being values (DeepSeek-V4's heavily compressed layers).
 
     q           [rows, heads, dim]
     recent      keys alone, one head of dim, a row per token; its lengths (tokens before this call) define positions

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="name-defined, valid-type, type-arg, attr-defined, no-untyped-def"
 # Axis names stand in subscripts of annotations, which type checkers take for types.
-"""Multi-head latent attention (MLA) in its absorbed form: one cached row per token, its values narrower than its keys."""
+"""Multi-head latent attention (MLA), absorbed: one cached row per token, its value narrower than its key."""
 
 from tilewright.dsl.annotations import Const, Paged, Rows, Scalar
 from tilewright.dsl.dtypes import f32, i32

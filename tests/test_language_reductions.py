@@ -24,10 +24,12 @@ from tilewright.dsl import (
     Tensor,
     Value,
     dot,
+    exp,
     fold,
     head,
     key,
     kv_head,
+    log,
     logsumexp,
     lse,
     max,
@@ -270,7 +272,7 @@ def outputs(q: Rows["head", "dim"], kv: Paged["dim"], x: Rows["wide"], w: Tensor
     return {
         "out": out,
         "place": pos * 100 + num_keys,
-        "ids": head + 10 * kv_head + 100 * seq,
+        "ids": head + 10 * kv_head + 100 * seq + 0 * pos,
         "low_rank": dot(x, w),
         "norm": sqrt(sum(out * out, over="dim")),
     }

@@ -1,4 +1,4 @@
-"""Latent sparse attention: recent positions and listed entries, against a literal reference, in every form they take."""
+"""Latent sparse attention: recent positions and listed entries, against a literal reference, in every form."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_index_dtypes(kind: torch.dtype, rng: np.random.Generator) -> None:
 def cases(draw: st.DrawFn) -> tuple[Latent, Layout, Layout, Schedule, np.random.Generator]:
     """Any batch, layout and schedule."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    batch = draw(st.integers(0, 4))
+    batch = draw(st.integers(1, 4))
     lengths = st.lists(st.integers(0, 12), min_size=batch, max_size=batch)
     heads = draw(st.sampled_from([1, 2, 3, 6]))
     sink = None if draw(st.booleans()) else draw(st.lists(SINKS, min_size=heads, max_size=heads))
@@ -309,11 +309,9 @@ def test_scores_far_from_zero(schedule: Schedule, rng: np.random.Generator) -> N
 
 # ---- dtypes and buffers ----------------------------------------------------------------------------------------------
 
-TOLERANT = {"rtol": 2e-2, "atol": 5e-3}
-
 
 @pytest.mark.parametrize(
-    ("q_dtype", "dtype"), product([torch.float32, torch.float16, torch.bfloat16], repeat=2), ids=str
+    ("q_dtype", "dtype"), list(product([torch.float32, torch.float16, torch.bfloat16], repeat=2)), ids=str
 )
 def test_mixes_of_dtypes(q_dtype: torch.dtype, dtype: torch.dtype, rng: np.random.Generator) -> None:
     """q may be wider or narrower than the leaves. Sums are float32 and round once: lse is as exact as ever."""
@@ -644,29 +642,54 @@ def test_a_leaf_without_a_window(rng: np.random.Generator) -> None:
     check(alone, public_latent(alone, (swa, comp)))
 
 
+ROWS = "float32, float16 or bfloat16"
+INDICES = "int32, int64 or uint32"
 BAD: list[tuple[type[ArgumentError], str, dict[str, Any]]] = [
-    (ArgumentDTypeError, "q has dtype float64; expected float32, float16 or bfloat16", {"q": torch.zeros(5, 2, 8).double()}),
-    (ArgumentDTypeError, "q has dtype float8_e4m3fn; expected float32, float16 or bfloat16", {"q": torch.zeros(5, 2, 8).to(F8)}),
-    (ArgumentRankError, "q has rank 2; expected 3: [rows, num_heads >= 1, head_dim >= 1]", {"q": torch.zeros(5, 16)}),
+    (ArgumentDTypeError, f"q has dtype float64; expected {ROWS}", {"q": torch.zeros(5, 2, 8).double()}),
+    (ArgumentDTypeError, f"q has dtype float8_e4m3fn; expected {ROWS}", {"q": torch.zeros(5, 2, 8).to(F8)}),
     (ArgumentTypeError, "q is a list; expected a torch tensor or a numpy array", {"q": [0.0]}),
-    (ArgumentDTypeError, "comp_indices has dtype float32; expected int32, int64 or uint32", {"comp_indices": torch.zeros(5, 6)}),
-    (ArgumentDTypeError, "comp_indices has dtype int16; expected int32, int64 or uint32", {"comp_indices": torch.zeros(5, 6).short()}),
+    (ArgumentDTypeError, f"comp_indices has dtype float32; expected {INDICES}", {"comp_indices": torch.zeros(5, 6)}),
+    (ArgumentDTypeError, f"comp_indices has dtype bool; expected {INDICES}", {"comp_indices": torch.ones(5, 6) > 0}),
     (ArgumentRankError, "comp_indices has rank 1; expected 2: [row, slot]", {"comp_indices": torch.zeros(5).int()}),
-    (ArgumentShapeError, "comp_indices has shape [4, 6]; expected [row=5, slot], as q has row 5", {"comp_indices": torch.zeros(4, 6).int()}),
+    (
+        ArgumentShapeError,
+        "comp_indices has shape [4, 6]; expected [row=5, slot], as q has row 5",
+        {"comp_indices": torch.zeros(4, 6).int()},
+    ),
     (ArgumentShapeError, "attn_sink has shape [3]; expected [num_heads=2]", {"attn_sink": torch.zeros(3)}),
-    (ArgumentDTypeError, "attn_sink has dtype int64; expected float32, float16 or bfloat16", {"attn_sink": torch.zeros(2).long()}),
+    (ArgumentDTypeError, f"attn_sink has dtype int64; expected {ROWS}", {"attn_sink": torch.zeros(2).long()}),
     (ArgumentTypeError, "scale is a str; expected a number", {"scale": "1"}),
     (ArgumentTypeError, "scale is a bool; expected a number", {"scale": True}),
-    (ArgumentValueError, "input_row_offsets[2] is 6; expected 5, the number of rows", {"input_row_offsets": torch.tensor([0, 3, 6])}),
-    (ArgumentValueError, "input_row_offsets[2] is 2; expected at least input_row_offsets[1] = 3", {"input_row_offsets": torch.tensor([0, 3, 2])}),
-    (ArgumentShapeError, "output has shape [5, 2, 9]; expected [rows=5, head=2, dim=8]", {"output": torch.zeros(5, 2, 9)}),
-    (ArgumentDTypeError, "output has dtype float16; expected float32", {"output": torch.zeros(5, 2, 8).half()}),
+    (
+        ArgumentValueError,
+        "input_row_offsets[2] is 6; expected 5, the number of rows",
+        {"input_row_offsets": torch.tensor([0, 3, 6])},
+    ),
+    (
+        ArgumentValueError,
+        "input_row_offsets[2] is 2; expected at least input_row_offsets[1] = 3",
+        {"input_row_offsets": torch.tensor([0, 3, 2])},
+    ),
+    (
+        ArgumentShapeError,
+        "output has shape [5, 2, 9]; expected [rows=5, head=2, dim=8]",
+        {"output": torch.zeros(5, 2, 9)},
+    ),
+    (
+        ArgumentDTypeError,
+        "output has dtype float16; expected float32",
+        {"output": torch.zeros(5, 2, 8).half()},
+    ),
     (ArgumentDTypeError, "output has dtype float32; expected bfloat16", {"output_dtype": "bfloat16"}),
-    (ArgumentDTypeError, "output_dtype has dtype int8; expected float32, float16 or bfloat16", {"output_dtype": torch.int8}),
-    (ArgumentLayoutError, "output has strides [16, 8, 2]; expected a contiguous last axis (stride 1)", {"output": torch.zeros(5, 16)[:, :16].as_strided((5, 2, 4), (16, 8, 2))}),
+    (ArgumentDTypeError, f"output_dtype has dtype int8; expected {ROWS}", {"output_dtype": torch.int8}),
+    (
+        ArgumentLayoutError,
+        "output has strides [32, 16, 2]; expected a contiguous last axis (stride 1)",
+        {"output": torch.zeros(5, 2, 16)[:, :, ::2]},
+    ),
     (ArgumentTypeError, "comp_cache is a NoneType; expected one layer of a paged cache", {"comp_cache": None}),
     (ArgumentTypeError, "comp_cache is a Tensor; expected one layer of a paged cache", {"comp_cache": torch.zeros(3)}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("error", "message", "options"), BAD, ids=[m.split(";")[0] for _, m, _ in BAD])

@@ -179,7 +179,7 @@ class Latent:
         counts = self.listed.counts
         need = [np.zeros(n, np.bool_) for n in counts]
         for b, t, _ in self.rows():
-            row = self.indices[t].numpy()
+            row = self.indices[t].to(torch.int64).numpy()
             need[b][row[row >= 0]] = True
         return swa, place(self.listed, counts, need, rng, other).layer(other.layer)
 
@@ -240,7 +240,7 @@ def latent_reference(data: Latent) -> tuple[Floats, Floats]:
     recent = None if data.recent is None else data.recent.meaning
     out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
     for b, t, pos in data.rows():
-        keys = [listed[b][int(e)] for e in data.indices[t] if e >= 0]
+        keys = [listed[b][int(e)] for e in data.indices[t].to(torch.int64) if e >= 0]
         if recent is not None:
             keys = [*recent[b][max(0, pos - data.window + 1) : pos + 1], *keys]
         key = np.array(keys).reshape(len(keys), q.shape[2])

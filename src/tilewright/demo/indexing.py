@@ -3,10 +3,10 @@
 # Axis names stand in subscripts of annotations, which checkers take for types.
 """The keys that an indexer picks for each row: by the published operator in float8, by its like here in float32."""
 
-from torch import Tensor, float8_e4m3fn
+from torch import Tensor
 
 from tilewright.codegen_cache.launch import run
-from tilewright.dsl import Const, Paged, Rows, dot, f32, i32, op, sum, topk
+from tilewright.dsl import Const, Paged, Rows, dot, f32, op, sum, topk
 from tilewright.dsl.value import relu
 from tilewright.ops.cache_append import quantize
 from tilewright.ops.indexer import mla_indexer_ragged_float8_paged
@@ -23,15 +23,7 @@ def float32_indexer(
 
 
 def best_keys(
-    q: Tensor,
-    q_s: Tensor,
-    offsets: Tensor,
-    keys: KeyPages,
-    layer: int,
-    lengths: Tensor,
-    *,
-    top_k: int,
-    kpool: int = 1,
+    q: Tensor, q_s: Tensor, offsets: Tensor, keys: KeyPages, layer: int, lengths: Tensor, *, top_k: int, kpool: int = 1
 ) -> Tensor:
     """int32 [rows, top_k]: the keys (pools of `kpool` tokens) of the best scores of each row, then -1.
 
@@ -43,21 +35,13 @@ def best_keys(
     cache = keys.counting(lengths)
     if keys.float8:
         stored, scale = quantize(q, q.shape[2])
-        return mla_indexer_ragged_float8_paged(
-            stored, q_s * scale[..., 0], offsets, cache, layer, top_k=top_k, kpool=kpool
-        )
+        q_s = q_s * scale[..., 0]
+        return mla_indexer_ragged_float8_paged(stored, q_s, offsets, cache, layer, top_k=top_k, kpool=kpool)
     arguments = {"q": q, "q_s": q_s, "k": cache.layer(layer)}
-    return run(
-        float32_indexer,
-        arguments,
-        offsets,
-        constants={"top_k": top_k, "kpool": kpool},
-        output_dtypes={"out": i32},
-    )["out"]
+    return run(float32_indexer, arguments, offsets, constants={"top_k": top_k, "kpool": kpool})["out"]
 
 
 def as_float8(x: Tensor) -> Tensor:
     """What remains of rows [.., dim] that are stored in float8 with a scale each, in float32."""
     stored, scale = quantize(x, x.shape[-1])
-    assert stored.dtype == float8_e4m3fn
     return stored.float() * scale
