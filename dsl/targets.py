@@ -27,7 +27,7 @@ def target_named(name: str) -> Target:
 
 def default_schedule(target: Target, spec: Spec, binding: Binding, rows: int, batch: int) -> Schedule:
     """The schedule used where none was tuned, by the mean number of query rows of a sequence."""
-    mean = -(-rows // max(1, batch))
+    mean = 1 << (-(-rows // max(1, batch)) - 1).bit_length() if rows else 1  # rounded up: few schedules, compiled once
     lists = [part for source in spec.sources for part in source.parts if isinstance(part, Listed)]
     if lists:
         heads = 1 if any("head" in part.axes for part in lists) else None
@@ -35,7 +35,7 @@ def default_schedule(target: Target, spec: Spec, binding: Binding, rows: int, ba
     if spec.selects and mean == 1:
         return Schedule(rows=1, keys=4096)
     if spec.selects:  # a tile holds scores of all heads, and keys are decoded once per row tile
-        return Schedule(rows=min(32, 1 << (mean - 1).bit_length()), keys=512)
+        return Schedule(rows=min(32, mean), keys=512)
     if mean <= 4:
-        return Schedule(rows=max(1, mean), keys=512)
-    return Schedule(rows=min(128, 1 << (mean - 1).bit_length()))
+        return Schedule(rows=mean, keys=512)
+    return Schedule(rows=min(128, mean))

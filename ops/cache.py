@@ -292,6 +292,16 @@ class PagedKVCache:
         lengths = (widened(self._cache_lengths) + widened(offsets).diff()).to(self._cache_lengths.dtype)
         return self._of(op, self._pool, "lookup_table", self._lookup_table, lengths)
 
+    def with_lengths(self, cache_lengths: Array) -> PagedKVCache:
+        """The same pages and table under other lengths: of pooled keys, whose readers count tokens and writers pools.
+
+        cache_lengths   [batch], int32, int64 or uint32, kept by reference
+
+        Raises the `Argument*` errors.
+        """
+        op = "PagedKVCache.with_lengths"
+        return self._of(op, self._pool, "lookup_table", self._lookup_table, cache_lengths)
+
     def __repr__(self) -> str:
         values = "no values" if self.value_dim is None else f"values x {self.value_dim}"
         return (

@@ -17,8 +17,8 @@ from tilewright.codegen_cache.checks import (
 from tilewright.codegen_cache.launch import run
 from tilewright.dsl.annotations import Const, Paged, PerHead, Rows, Scalar
 from tilewright.dsl.dtypes import f32, i32
-from tilewright.dsl.errors import ArgumentError
-from tilewright.dsl.lang import concat, op
+from tilewright.dsl.errors import ArgumentError, ArgumentTypeError
+from tilewright.dsl.lang import Keys, concat, op
 from tilewright.dsl.reducers import lse, softmax
 from tilewright.dsl.value import dot
 
@@ -29,19 +29,21 @@ from .options import output_dtype_of
 @op(positions="swa_cache")
 def latent_sparse_attention(
     q: Rows["head", "dim"],
-    comp_indices: Rows["slot", i32],
+    comp_indices: Rows["slot", i32] | None,
     attn_sink: PerHead | None,
     swa_cache: Paged["dim"] | None,
-    comp_cache: Paged["dim"],
+    comp_cache: Paged["dim"] | None,
     scale: Scalar[f32],
     *,
     window: Const[int],
     with_lse: Const[bool] = False,
 ):
-    keys = comp_cache.entries(comp_indices)
+    parts: list[Keys] = []
     if swa_cache is not None:
-        recent = swa_cache.keys(where=lambda query, key: (key <= query) & (query - key < window))
-        keys = concat(recent, keys)
+        parts.append(swa_cache.keys(where=lambda query, key: (key <= query) & (query - key < window)))
+    if comp_cache is not None:
+        parts.append(comp_cache.entries(comp_indices))
+    keys = concat(*parts)
     out = softmax(dot(q, keys) * scale, sink=attn_sink) @ keys
     return {"out": out, "lse": lse(out)} if with_lse else out
 
@@ -49,10 +51,10 @@ def latent_sparse_attention(
 def latent_sparse_attention_ragged_paged(
     q: Array,
     input_row_offsets: Array,
-    comp_indices: Array,
+    comp_indices: Array | None,
     attn_sink: Array | None,
     swa_cache: PagedLeaf | None,
-    comp_cache: PagedLeaf,
+    comp_cache: PagedLeaf | None,
     scale: float,
     *,
     window: int,
@@ -66,12 +68,12 @@ def latent_sparse_attention_ragged_paged(
     q                   [rows, num_heads, head_dim], float32, float16 or bfloat16
     input_row_offsets   [batch + 1], int32, int64 or uint32: rows of sequence b are offsets[b]..offsets[b + 1] - 1
     comp_indices        [rows, slots], int32 or int64: entries of comp_cache; negative is an unused slot, duplicates
-                        count once each; entries are not checked causally
+                        count once each; entries are not checked causally. None without comp_cache
     attn_sink           [num_heads]: a logit per head in the denominator, as in flash attention; None is no sink
     swa_cache           one layer of the sliding-window leaf, paged by token, one latent head; its lengths (tokens
                         before this call) define positions. Not read, and may be None, with window 0
     comp_cache          one layer of the compressed leaf, paged by entry, one latent head; its lengths count all entries
-                        stored. Page sizes of the two are free
+                        stored. Page sizes of the two are free. None where a layer has no such leaf
     window              tokens: a query at pos sees max(0, pos - window + 1)..pos; 0 is no window
     output, output_dtype, return_lse, target    as generic_flash_attention_kv_cache_ragged_sink
 
@@ -83,8 +85,6 @@ def latent_sparse_attention_ragged_paged(
     q = as_tensor(name, "q", q)
     expect_dtype(name, "q", q, ROW_DTYPES)
     expect_shape(name, "q", q, rows=None, num_heads=range(1, 1 << 31), head_dim=range(1, 1 << 31))
-    comp_indices = as_tensor(name, "comp_indices", comp_indices)
-    expect_dtype(name, "comp_indices", comp_indices, INDEX_DTYPES)
     window = expect_int(name, "window", window, range(1 << 31))
     if window and swa_cache is None:
         expected = f"the window leaf, as window is {window}"
@@ -93,10 +93,17 @@ def latent_sparse_attention_ragged_paged(
         attn_sink = as_tensor(name, "attn_sink", attn_sink)
         expect_dtype(name, "attn_sink", attn_sink, ROW_DTYPES)
         expect_shape(name, "attn_sink", attn_sink, num_heads=q.shape[1])
-    leaves = {"comp_cache": comp_cache} | ({} if swa_cache is None or window == 0 else {"swa_cache": swa_cache})
+    if (comp_indices is None) != (comp_cache is None) or (comp_cache is None and window == 0):
+        expected = "both or neither, and one leaf at least"
+        raise ArgumentError(op=name, argument="comp_indices or comp_cache", got="is None", expected=expected)
+    if comp_indices is not None:
+        comp_indices = as_tensor(name, "comp_indices", comp_indices)
+        expect_dtype(name, "comp_indices", comp_indices, INDEX_DTYPES)
+    leaves = {"comp_cache": comp_cache, "swa_cache": swa_cache if window else None}
     for argument, leaf in leaves.items():
-        _check_leaf(name, argument, leaf, q.shape[2])
-    arguments = {"q": q, "comp_indices": comp_indices, "attn_sink": attn_sink, "scale": scale, "swa_cache": None}
+        if leaf is not None:
+            _check_leaf(name, argument, leaf, q.shape[2])
+    arguments = {"q": q, "comp_indices": comp_indices, "attn_sink": attn_sink, "scale": scale}
     results = run(
         latent_sparse_attention,
         {**arguments, **leaves},
@@ -111,5 +118,8 @@ def latent_sparse_attention_ragged_paged(
     return (results["out"], results["lse"]) if return_lse else results["out"]
 
 
-def _check_leaf(name: str, argument: str, leaf: PagedLeaf, head_dim: int) -> None:
+def _check_leaf(name: str, argument: str, leaf: object, head_dim: int) -> None:
+    if not isinstance(leaf, PagedLeaf):
+        expected = "one layer of a paged cache: cache.layer(i)"
+        raise ArgumentTypeError(op=name, argument=argument, got=type(leaf).__name__, expected=expected)
     expect_shape(name, f"{argument}.keys", leaf.keys, pages=None, page_size=None, kv_heads=1, head_dim=head_dim)
