@@ -299,7 +299,9 @@ def _place(p: Probe, spec: Spec) -> int | None:
 
 
 def build(spec: Spec) -> TileProgram:
-    """before: a traced operator, its folds as expressions
+    """The tile program of a traced operator.
+
+    before: a traced operator, its folds as expressions
     after:  statements per key tile (step), per partition (merge) and per row tile (finish, epilogue)
     """
     names, results = _Names(p.name for p in spec.params), dict[Expr, Tile]()

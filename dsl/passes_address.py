@@ -43,7 +43,9 @@ _COORDINATES: dict[str, Expr] = {
 
 
 def bind_coordinates(program: Program, cx: Context) -> Program:
-    """before: kernel: q = q[row, head, dim]; .. pos .. head ..; out(row, head, dim) = ..
+    """Turn coordinates and captured tensors into addresses.
+
+    before: kernel: q = q[row, head, dim]; .. pos .. head ..; out(row, head, dim) = ..
     after:  kernel: seq := ..; r0, r1 := ..; q = q(row0 + r0 + i_row, .. if r0 + i_row < r1); ..
     A tile's sequence is found in the offsets, rows past the sequence's end are guarded, and a captured tensor addressed
     outside its extent reads as zero.

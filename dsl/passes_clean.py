@@ -16,7 +16,9 @@ from .tile import Gemm, Map, Reduce
 
 
 def hoist_invariants(program: Program, cx: Context) -> Program:
-    """before: for kt: .. t = f(what no iteration changes) ..
+    """Move out of loops what no iteration changes.
+
+    before: for kt: .. t = f(what no iteration changes) ..
     after:  t = f(..); for kt: ..
     """
 

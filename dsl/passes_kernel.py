@@ -18,7 +18,9 @@ def coordinate(axis: str) -> Expr:
 
 
 def form_kernel(program: Program, cx: Context) -> Program:
-    """before: a tile program
+    """One kernel at every row tile and head block.
+
+    before: a tile program
     after:  kernel over row tiles x head blocks: operand = ..; state = init; for keys of part: step; finish; store
     """
     tp = cx.tp
@@ -56,7 +58,9 @@ def _form_selections(program: Program, operands: tuple[Stmt, ...], cx: Context) 
 
 
 def partition_keys(program: Program, cx: Context) -> Program:
-    """before: kernel: operands; init; key loops; finish; store
+    """Split keys over grid points, merged by a second kernel.
+
+    before: kernel: operands; init; key loops; finish; store
     after:  kernel over (.., part): operands; init; key loops; states to workspace[part]
             kernel: operands; init; for p in parts: merge workspace[p]; finish; store
     Whatever enters in finish, such as a sink, enters once. One partition: unchanged.

@@ -46,7 +46,9 @@ NO_ROWS = at_least(Var("r0"), Var("r1"))
 
 
 def bound_key_loops(program: Program, cx: Context) -> Program:
-    """before: for keys of part n: body
+    """Give key loops the ranges that rows can see.
+
+    before: for keys of part n: body
     after:  lo_n, hi_n := keys some row of the tile may see; for kt_n in tiles of lo_n .. hi_n: k0 := ..; body
             and masks only where the tile is not wholly seen. A predicate with `|` gives a loop per alternative.
     """
@@ -222,7 +224,9 @@ def _partitioned(k: Kernel, cx: Context) -> Kernel:
 
 
 def fetch_keys(program: Program, cx: Context) -> Program:
-    """before: keys = fetch leaf.k
+    """Fetch key rows through the page table.
+
+    before: keys = fetch leaf.k
     after:  page[key] = table[key // page_size] where some row of the tile sees the key, else -1
             keys = leaf.k[page, key % page_size] where page >= 0, else 0
     A key that no row of the tile sees is never touched, and its row is zero: zero times a weight of zero stays zero.
@@ -314,7 +318,9 @@ def _check_width(s: Fetch, f: KeyField, width: int, cx: Context) -> None:
 
 
 def apply_masks(program: Program, cx: Context) -> Program:
-    """before: scores = -inf where unseen
+    """Replace what unseen keys hold, by select.
+
+    before: scores = -inf where unseen
     after:  scores = where(predicate and key < num_keys, scores, -inf)
     By select, so that what an unseen key holds can never matter.
     """

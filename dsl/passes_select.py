@@ -56,7 +56,9 @@ def column_count(part: int, cx: Context) -> Expr:
 def select_kernels(
     number: int, s: SelectPass, part: int, start: tuple[Stmt, ...], cx: Context
 ) -> tuple[Kernel, Kernel]:
-    """before: a selection
+    """The two kernels of a selection.
+
+    before: a selection
     after:  kernel: for keys: score; window[row, column] = order key
             kernel: columns = best of window[row]; keys of the columns; stores
     """
