@@ -9,6 +9,7 @@ from .context import ROW_OK, Context, seen_by
 from .dtypes import f32, i32
 from .errors import AxisMismatch
 from .expr import (
+    ALWAYS,
     Const,
     Coord,
     Elem,
@@ -242,7 +243,9 @@ def _fetched(s: Fetch, cx: Context) -> tuple[Stmt, ...]:
     number, leaf = cx.part_of(s.loop), cx.binding.leaf(s.leaf)
     key, ok = _keys_and_guard(s, cx)
     out: list[Stmt] = []
-    if s.partial and not all(i.exact for i in cx.intervals[number]):
+    part = cx.parts[number]
+    unproven = not all(i.exact for i in cx.intervals[number]) if isinstance(part, Range) else part.where != ALWAYS
+    if s.partial and unproven:
         scrub, seen = _seen_by_some_row(number, s.loop, cx)
         out += scrub
         ok = both(ok, op("lt", lift(0.0), seen))
@@ -271,10 +274,13 @@ def _keys_and_guard(s: Fetch, cx: Context) -> tuple[Expr, Expr]:
 
 
 def _seen_by_some_row(number: int, loop: str, cx: Context) -> tuple[list[Stmt], Expr]:
-    """For predicates whose visible keys are not proven to fill their range: which keys of the tile any row sees."""
+    """For predicates not proven to hold of all that is walked: which keys of the tile any row sees."""
     part = cx.parts[number]
-    assert isinstance(part, Range)
-    where_seen = seen_by(part)
+    if isinstance(part, Range):
+        where_seen = seen_by(part)
+    else:
+        entry = Tile(f"entry{number}", ("key",), i32)
+        where_seen = substitute(part.where, {Coord("key", ("key",)): entry})
     axes = ordered((*where_seen.axes, "row", "key"))
     sees = Tile(f"sees{loop}", axes)
     out: list[Stmt] = [Map(sees, where(both(where_seen, ROW_OK), lift(1.0), 0.0))]

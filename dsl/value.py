@@ -145,6 +145,9 @@ class Value:
     def __iter__(self) -> Iterator[Value]:
         self._no_truth()
 
+    def __contains__(self, item: object) -> bool:
+        self._no_truth()
+
     def __int__(self) -> int:
         self._no_truth()
 

@@ -26,11 +26,11 @@ def heavily_compressed_attention(
     q           [rows, heads, dim]
     recent      keys alone, one head of dim, a row per token; its lengths (tokens before this call) define positions
     entries     the same, a row per entry; its lengths count all entries stored, this call's among them
-    sink        [heads]: a logit per head in the denominator, without a value; None is none
+    sink        [heads]: a logit per head in the denominator, without a value; None is none. scale: on scores
     window      tokens that a row sees, its own included
     rate        tokens of an entry, which is seen from its last token on: entry < (pos + 1) // rate
     Returns out [rows, heads, dim], with_lse also lse [rows, heads], natural log, without the sink.
-    Raises ArgumentShapeError where the widths, batches or head counts of q, the caches and sink differ.
+    Raises ArgumentShapeError where widths, batches or heads of q, the caches and sink differ.
     """
     tokens = recent.keys(where=lambda query, key: (key <= query) & (query - key < window))
     keys = concat(tokens, entries.keys(where=lambda query, entry: entry < (query + 1) // rate))

@@ -77,9 +77,102 @@ def choose_by_mean(q: Rows["head", "dim"], means: Paged["dim"], *, block: Const[
     return topk(dot(q, keys), top_k)
 
 
+@op
+def attend_by_group(
+    q: Rows["head", "dim"],
+    chosen: Rows["kv_head", "slot", i32],
+    kv: Paged["dim", "value_dim"],
+    scale: Scalar[f32],
+    *,
+    block: Const[int],
+    local: Const[int] = 2,
+):
+    """Causal attention to the blocks that each key-value head lists, and to the last ones (NSA's selected branch).
+
+    q           [rows, heads, dim]
+    chosen      [rows, kv_heads, slots]: blocks; negative is unused, wherever it stands, and so is one of the last
+                `local`. A block listed twice counts twice
+    kv          keys and values of tokens; its lengths count tokens before this call
+    scale       on scores
+    block       tokens of a block
+    local       blocks attended without being listed: the row's own, up to the row, and those just before
+    Returns out [rows, heads, value_dim].
+    Raises ArgumentShapeError where widths, batches or head counts differ, ArgumentError where kv heads do not divide heads.
+    """
+    return _attend(q, chosen, kv, scale, block, local)
+
+
+@op
+def attend_by_head(
+    q: Rows["head", "dim"],
+    chosen: Rows["head", "slot", i32],
+    kv: Paged["dim", "value_dim"],
+    scale: Scalar[f32],
+    *,
+    block: Const[int],
+    local: Const[int] = 1,
+):
+    """As `attend_by_group`, with a list [rows, heads, slots] for each query head (MoBA, Quest)."""
+    return _attend(q, chosen, kv, scale, block, local)
+
+
 def _attend(q: Value, chosen: Value, kv: Leaf, scale: Value, block: int, local: int) -> Value:
-    """Attention to the last `local` blocks, the row's own up to the row, and to what is listed of the others."""
     listed = kv.blocks(chosen, block, where=lambda query, key: key // block <= query // block - local)
     recent = kv.keys(where=lambda query, key: (key <= query) & (key // block > query // block - local))
     keys = concat(recent, listed)
     return softmax(dot(q, keys) * scale) @ keys.v
+
+
+# ---- choosing, then attending ----------------------------------------------------------------------------------------
+
+
+class Selected(NamedTuple):
+    """What a row attended to, and the result."""
+
+    out: Tensor  # [rows, heads, value_dim], in q's dtype
+    chosen: Tensor  # int32 [rows, kv_heads or heads, top_k]
+
+
+def native_sparse_attention(
+    q: Array,
+    input_row_offsets: Array,
+    kv: PagedLeaf,
+    blocks: PagedLeaf,
+    scale: float,
+    *,
+    block: int,
+    top_k: int,
+    local: int = 2,
+    target: str | None = None,
+) -> tuple[Selected, Tensor]:
+    """Two of NSA's branches: attention to selected blocks, and to compressed blocks, which selects them.
+
+    q, kv, blocks, scale, block, top_k, local   as `compressed_attention`, `choose_by_weight` and `attend_by_group` say;
+                q is float32, float16 or bfloat16, block and top_k at least 1, local at least 1
+    input_row_offsets   [batch + 1], int32, int64 or uint32
+    target      as generic_flash_attention_kv_cache_ragged_sink, which is the third branch (a sliding window). The gates
+                that weigh the branches are the model's, as is what makes a block's key and value of its tokens
+
+    Returns (Selected(out, chosen [rows, kv_heads, top_k]), compressed [rows, heads, dim]).
+    Raises the `Argument*` errors.
+    """
+    name = "native_sparse_attention"
+    q, options = _checked(name, q, block, top_k, local, target)
+    compressed = run(
+        compressed_attention,
+        {"q": q, "blocks": blocks, "scale": scale},
+        input_row_offsets,
+        constants={"block": block},
+        output_dtypes={"out": dtype_of(q)},
+        **options,
+    )
+    kv_heads = blocks.keys.shape[2]
+    chosen = run(
+        choose_by_weight,
+        {"q": q.unflatten(1, (kv_heads, -1)), "total": compressed["lse"].unflatten(1, (kv_heads, -1)), "blocks": blocks,
+         "scale": scale},
+        input_row_offsets,
+        constants={"block": block, "top_k": top_k, "local": local},
+        **options,
+    )["out"]
+    ...

@@ -76,9 +76,7 @@ def bias_by_key(q: Rows["head", "dim"], kv: Paged["dim"], bias: Tensor["seq", "k
 
 
 @op
-def temperature(
-    q: Rows["head", "dim"], kv: Paged["dim"], t: Rows, by_head: Rows["head"], by_kv: Tensor["kv_head"]
-):
+def temperature(q: Rows["head", "dim"], kv: Paged["dim"], t: Rows, by_head: Rows["head"], by_kv: Tensor["kv_head"]):
     keys = kv.keys(where=lambda query, k: k <= query)
     return softmax(dot(q, keys) * t * by_head * by_kv) @ keys.v
 

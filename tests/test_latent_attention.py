@@ -56,8 +56,9 @@ EVERY_SCHEDULE = each(
     Schedule(rows=1, keys=4, partitions=2),
     Schedule(rows=1, keys=512),
     Schedule(rows=1, keys=1, masks="always"),
-    Schedule(rows=1, heads=1, keys=7, partitions=4, masks="split"),
+    Schedule(rows=1, heads=1, keys=7, partitions=4, masks="split", start="first"),
     Schedule(rows=1, keys=64, partitions=3, masks="always"),
+    Schedule(rows=1, keys=3, start="first"),
 )
 
 # past, rows and entries of each sequence
@@ -501,10 +502,8 @@ def test_statement_trace(rng: np.random.Generator) -> None:
 def refused(data: Latent, error: type[ArgumentError], message: str, rng: np.random.Generator, **options: Any) -> None:
     """The call raises exactly this message, and leaves its buffer alone."""
     buffer = torch.full(data.q.shape, torch.nan)
-    leaves = (options.pop("swa_cache"),) if "swa_cache" in options else data.leaves(rng)[:1]
-    leaves = (*leaves, options.pop("comp_cache") if "comp_cache" in options else data.leaves(rng)[1])
     with pytest.raises(error) as raised:
-        public_latent(data, leaves, **{"output": buffer, **options})
+        public_latent(data, data.leaves(rng), **{"output": buffer, **options})
     assert str(raised.value) == f"{NAME}: {message}"
     assert bool(buffer.isnan().all())
 
@@ -643,6 +642,8 @@ def test_a_leaf_without_a_window(rng: np.random.Generator) -> None:
 
 
 ROWS = "float32, float16 or bfloat16"
+A_LEAF = "one layer of a paged cache, a PagedLeaf"
+WHOLE_CACHE = PagedKVCache(torch.zeros(1, 1, 1, 4, 1, 8), torch.zeros(2, 1).int(), torch.zeros(2).int())
 INDICES = "int32, int64 or uint32"
 BAD: list[tuple[type[ArgumentError], str, dict[str, Any]]] = [
     (ArgumentDTypeError, f"q has dtype float64; expected {ROWS}", {"q": torch.zeros(5, 2, 8).double()}),
@@ -687,8 +688,9 @@ BAD: list[tuple[type[ArgumentError], str, dict[str, Any]]] = [
         "output has strides [32, 16, 2]; expected a contiguous last axis (stride 1)",
         {"output": torch.zeros(5, 2, 16)[:, :, ::2]},
     ),
-    (ArgumentTypeError, "comp_cache is a NoneType; expected one layer of a paged cache", {"comp_cache": None}),
-    (ArgumentTypeError, "comp_cache is a Tensor; expected one layer of a paged cache", {"comp_cache": torch.zeros(3)}),
+    (ArgumentTypeError, f"comp_cache is a NoneType; expected {A_LEAF}", {"comp_cache": None}),
+    (ArgumentTypeError, f"comp_cache is a PagedKVCache; expected {A_LEAF}", {"comp_cache": WHOLE_CACHE}),
+    (ArgumentTypeError, f"swa_cache is a PagedKVCache; expected {A_LEAF}", {"swa_cache": WHOLE_CACHE}),
 ]
 
 

@@ -130,7 +130,7 @@ def calls() -> Figures:
 def _per_call(call: Callable[[], object]) -> float:
     """Median microseconds of many short samples."""
     call()
-    return statistics.median(_milliseconds(lambda: [call() for _ in range(20)]) / 20 * 1e3 for _ in range(25))
+    return statistics.median(_milliseconds(lambda: [call() for _ in range(10)]) / 10 * 1e3 for _ in range(15))
 
 
 def memory() -> Figures:
@@ -225,7 +225,7 @@ def _process(probe: str, threads: int) -> Figures:
 def show(figures: list[Figure], console: Console) -> None:
     from rich.table import Table
 
-    table = Table(title="startup: CPU time in fresh processes", title_justify="left", header_style="bold")
+    table = Table(title="startup: CPU time and memory, in fresh processes", title_justify="left", header_style="bold")
     table.add_column("what", no_wrap=True)
     for heading in ("median", "", "spread", "processes"):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -15,10 +15,34 @@ import torch
 from torch import Tensor
 
 import tilewright
-from tilewright.commands.operators import library
+from tilewright.dsl.lang import Operator
 from tilewright.dsl.schedule import Schedule
-from tilewright.random_inputs import DenseLeaf, Inputs, Sizes, random_inputs
+from tilewright.ops import (
+    cascade,
+    compressed,
+    differential,
+    fp8_scales,
+    mixed_rows,
+    mla,
+    position_bias,
+    sigmoid,
+    sliding_sink,
+    softcap,
+    structured_masks,
+)
+from tilewright.random_inputs import Inputs, Sizes, random_inputs
 from tilewright.references import compare, reference_outputs
+
+FILES = (
+    cascade, compressed, differential, fp8_scales, mixed_rows, mla, position_bias, sigmoid, sliding_sink, softcap,
+    structured_masks,
+)  # fmt: skip
+OPERATORS: dict[str, Operator] = {
+    x.name: x
+    for module in FILES
+    for x in vars(module).values()
+    if isinstance(x, Operator) and x.fn.__module__ == module.__name__
+}
 
 ROWS, CACHED = (5, 1, 0, 7), (3, 21, 4, 0)
 WIDTHS = {"dim": 8, "value_dim": 6}
@@ -34,7 +58,7 @@ def scores_of(q: Tensor, k: Tensor) -> Tensor:
 
 
 def attend(scores: Tensor, values: Tensor, sink: Tensor | None = None) -> dict[str, Tensor]:
-    """Softmax attention by scores [heads, rows, keys], -inf where unseen: out [rows, heads, width], lse without sink."""
+    """Attention by scores [heads, rows, keys], -inf where unseen: out [rows, heads, width], lse without the sink."""
     logits = torch.full_like(scores[..., :1], -inf) if sink is None else sink[:, None, None].expand_as(scores[..., :1])
     weights = torch.cat([scores, logits], -1).softmax(-1).nan_to_num(0.0)[..., :-1]
     return {"out": torch.einsum("hrk,hkd->rhd", weights, values), "lse": scores.logsumexp(-1).T}
@@ -200,7 +224,7 @@ def inputs_of(case: Case, seed: int, page_size: int = 3, **sizes: Any) -> Inputs
         "rows": ROWS, "cached": CACHED, "heads": 4, "kv_heads": case.kv_heads, "dims": case.dims,
         "page_size": page_size, "cache_dtype": case.cache_dtype, **sizes,
     })  # fmt: skip
-    return random_inputs(library()[case.name], case.constants, made, seed, case.given)
+    return random_inputs(OPERATORS[case.name], case.constants, made, seed, case.given)
 
 
 def mixed(case: Case, seed: int, tails: tuple[str, ...], granularity: int, **sizes: Any) -> Inputs:
@@ -232,6 +256,3 @@ def schedules_of(case: Case, schedules: tuple[Schedule, ...]) -> list[Schedule]:
         for s in schedules
     )
     return list(dict.fromkeys(fitted))
-
-
-__all__ = ["CACHED", "LATENT", "ROWS", "WIDTHS", "Case", "DenseLeaf", "inputs_of", "mixed", "reference", "run", "worst"]

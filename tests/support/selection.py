@@ -95,7 +95,7 @@ def place(
     width = data.rows[0].shape[1] if data.rows else 8
     dtype = data.rows[0].dtype if data.rows else torch.float32
     granules = -(-width // data.granularity) if data.granularity is not None else 1
-    used = [[n[p : p + at.page_size].any() for p in range(0, len(n), at.page_size)] for n in need]
+    used = [[bool(n[p : p + at.page_size].any()) for p in range(0, len(n), at.page_size)] for n in need]
     count = sum(map(sum, used)) + at.spare
     free = iter(rng.permutation(count).tolist())
     owned = [[next(free) if u else None for u in row] for row in used]
