@@ -215,8 +215,8 @@ class _TileLoad:
         dims = len(self.layout.outer)
         tensor, good = self.layout.tensor(f), _guard(self.ok, f, dims)
         index = _arrays(self.index, f, dims)
-        if good.all():
-            return self.layout.tile(self._read(tensor, index, good))
+        if good.all():  # made contiguous once, as it is read in every iteration of a key loop
+            return self.layout.tile(self._read(tensor, index, good)).contiguous()
         shape = np.broadcast_shapes(good.shape, *(i.shape for i in index))
         out = torch.zeros((*shape, *tensor.shape[len(index) :]), dtype=torch.float32)
         if good.any():

@@ -73,14 +73,11 @@ def test_mistakes_in_a_declaration(kind: str, tmp_path: Path, golden: Callable[[
 def test_unknown_constants(tmp_path: Path, golden: Callable[[str, str], None]) -> None:
     """One that is not declared, and one left out; the known are listed."""
     needed = OPERATOR.replace("window: Const = 4", "window: Const")
+    without = OPERATOR.replace("    *,\n    window: Const = 4,\n", "")
     found = [
         section("unknown", traced(OPERATOR, tmp_path, windows=3, masks="causal"), tmp_path),
         section("left out", traced(needed, tmp_path), tmp_path),
-        section(
-            "unknown, where there are none",
-            traced(OPERATOR.replace("    window: Const = 4,\n", "").replace("    *,\n", ""), tmp_path, windows=3),
-            tmp_path,
-        ),
+        section("unknown, where there are none", traced(without, tmp_path, windows=3), tmp_path),
     ]
     golden("errors_UnknownConstant", "\n".join(found))
 
@@ -196,14 +193,13 @@ def test_every_class_has_a_golden_message() -> None:
     assert {c.__name__ for c in CLASSES - BASES} - shown == set()
 
 
-@pytest.mark.parametrize("kind", sorted(CLASSES, key=lambda c: c.__name__))
+@pytest.mark.parametrize("kind", sorted(CLASSES, key=str))
 def test_errors_cross_processes(kind: type[TilewrightError], tmp_path: Path) -> None:
     """Each can be pickled, and says the same afterwards."""
-    names = ("message", "what", "problem", "got", "expected", "op", "argument", "field", "value", "target", "known")
-    names += ("name", "kernel", "access", "tensor", "axis", "index", "extent", "after", "seq", "key")
+    names = "message what problem got expected op argument field value target known name kernel access tensor"
     located = traced(f"{HEAD}    return s\n", tmp_path).loc
     for loc in (None, located):
-        e = kind(loc=loc, **{n: f"<{n}>" for n in names})
+        e = kind(loc=loc, **{n: f"<{n}>" for n in f"{names} axis index extent after seq key".split()})
         again = pickle.loads(pickle.dumps(e))
         assert type(again) is kind
         assert (str(again), again.loc, again.fields) == (str(e), loc, e.fields)
