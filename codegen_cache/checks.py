@@ -201,4 +201,6 @@ def _fits(size: int, extent: Extent) -> bool:
 def _extent(extent: int | range) -> str:
     if isinstance(extent, int):
         return f"={extent}"
+    if extent.step > 1:
+        return f" in multiples of {extent.step}"
     return f" >= {extent.start}" if extent.stop == sys.maxsize else f" in {extent.start}..{extent.stop - 1}"

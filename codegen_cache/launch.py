@@ -43,14 +43,14 @@ def choose_target(op: str, target: str | None, device: torch.device) -> Target:
         chosen = target_named(named)
         if chosen.device != device.type:
             expected = f"{chosen.device}, where target {chosen.name!r} runs"
-            raise ArgumentDeviceError(op=op, argument="the call's tensors", got=device, expected=expected)
+            raise ArgumentDeviceError(op=op, argument="every tensor of the call", got=device, expected=expected)
         return chosen
     for t in TARGETS.values():
         if t.device == device.type:
             return t
     known = ", ".join(sorted({t.device for t in TARGETS.values()}))
     raise ArgumentDeviceError(
-        op=op, argument="the call's tensors", got=device, expected=f"a device with a target: {known}"
+        op=op, argument="every tensor of the call", got=device, expected=f"a device with a target: {known}"
     )
 
 

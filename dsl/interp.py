@@ -19,7 +19,7 @@ import torch
 
 from .closed_form import evaluate
 from .dtypes import Kind
-from .expr import Expr
+from .expr import Expr, Var, walk
 from .interp_kernel import CompiledKernel, compile_kernel
 from .interp_show import show_values
 from .interp_statements import Hooks, OnStatement
@@ -65,22 +65,33 @@ class Interpreter:
         bound = {a.name: tensors[a.name] for a in self.program.args if a.shape or a.name in tensors}
         indices, lists = _indices(bound, {a.name: a for a in self.program.args})
         count = 1 if self._serial else threads or torch.get_num_threads()
-        for window in self._windows(sizes, lists, budget_bytes):
-            work = {w.name: _workspace(w, window) for w in self.program.workspaces}
-            whole = {**indices, **{n: t.numpy() for n, t in work.items() if not t.is_floating_point()}}
-            frame = partial(_frame, {**bound, **work}, whole, lists, window)
-            for k in self._kernels:
-                self._run_kernel(k, frame, count)
+        for window in self._windows(sizes, indices, budget_bytes):
+            self._run_window(window, bound, indices, lists, count)
+
+    def _run_window(
+        self,
+        window: Mapping[str, Scalar],
+        bound: Mapping[str, torch.Tensor],
+        indices: Mapping[str, Ints | Bools],
+        lists: Mapping[str, list[int]],
+        threads: int,
+    ) -> None:
+        """Every kernel for a window of rows, whose workspaces are gone before those of the next are made."""
+        work = {w.name: _workspace(w, window) for w in self.program.workspaces}
+        whole = {**indices, **{n: t.numpy() for n, t in work.items() if not t.is_floating_point()}}
+        frame = partial(_frame, {**bound, **work}, whole, lists, window)
+        for k in self._kernels:
+            self._run_kernel(k, frame, threads)
 
     def _windows(
-        self, sizes: dict[str, Scalar], lists: Mapping[str, list[int]], budget_bytes: int
+        self, sizes: dict[str, Scalar], indices: Mapping[str, Ints | Bools], budget_bytes: int
     ) -> Iterator[dict[str, Scalar]]:
         """Scalars for each window of rows; one window of all rows where workspaces do not grow with rows and keys."""
         row_bytes, total = self.program.row_bytes, int(sizes.get("total_rows", 0))
         if row_bytes is None:
             yield sizes
             return
-        known = self._lengths(sizes, lists)
+        known = self._lengths(sizes, indices)
         sizes = {**sizes, **{n: int(np.max(evaluate(e, known), initial=0)) for n, e in self.program.columns}}
         cost = int(evaluate(row_bytes, {n: np.asarray(sizes[n], np.int64) for n, _ in self.program.columns}))
         rows = max(1, min(total, budget_bytes // max(1, cost)))
@@ -88,18 +99,17 @@ class Interpreter:
             hi = min(total, lo + rows)
             yield {**sizes, "row_lo": lo, "row_hi": hi, "window_rows": hi - lo}
 
-    def _lengths(self, sizes: Mapping[str, Scalar], lists: Mapping[str, list[int]]) -> dict[str, Ints]:
-        """What closed forms of run-time lengths are written in: scalars, and num_keys of every sequence."""
-        offsets = np.asarray(lists["offsets"], np.int64)
+    def _lengths(self, sizes: Mapping[str, Scalar], indices: Mapping[str, Ints | Bools]) -> dict[str, Ints]:
+        """What closed forms of columns are written in: scalars, and num_keys and entry counts of every sequence."""
+        offsets = np.asarray(indices["offsets"], np.int64)
         rows = offsets[1:] - offsets[:-1]
-        past = np.asarray(lists[self.program.lengths], np.int64) if self.program.lengths else np.zeros_like(rows)
-        numbers = {n: np.asarray(v, np.int64) for n, v in sizes.items() if isinstance(v, int)}
-        counts = {
-            f"{n.removesuffix('_lengths')}_count": np.asarray(v, np.int64)[rows > 0]
-            for n, v in lists.items()
-            if n.endswith("_lengths")
-        }
-        return {**numbers, **counts, "num_keys": (past + rows)[rows > 0]}
+        past = np.asarray(indices[self.program.lengths], np.int64) if self.program.lengths else np.zeros_like(rows)
+        known = {n: np.asarray(v, np.int64) for n, v in sizes.items() if isinstance(v, int)}
+        known["num_keys"] = (past + rows)[rows > 0]
+        read = {x.name for _, e in self.program.columns for x in walk(e) if isinstance(x, Var)}
+        for n in read - known.keys():
+            known[n] = np.asarray(indices[n.removesuffix("_count") + "_lengths"], np.int64)[rows > 0]
+        return known
 
     def _run_kernel(self, k: CompiledKernel, frame: Callable[[], Frame], threads: int) -> None:
         outside = frame()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -352,20 +353,30 @@ def _spread(x: Scalar, dims: int) -> torch.Tensor:
     return as_torch(x) if isinstance(x, torch.Tensor | np.ndarray) else torch.tensor(x).view((1,) * dims)
 
 
+_AT_ONCE = 1 << 16  # order keys that a selection looks at together: all that it takes beside its window
+
+
 def _best(s: Best, scope: Scope) -> Do:
-    """The order key above the complemented column makes one integer without ties, so any selection gives one answer."""
+    """The order key above the complemented column makes one integer without ties, so any selection gives one answer.
+
+    Columns are looked at a stretch at a time, beside the best so far.
+    """
     outer = s.dst.axes[:-1]
     index = [compile_value(i, outer, scope) for i in s.index]
     count, k, name = compile_value(s.count, (), scope).run, scope.sizes[s.dst.axes[-1]], s.dst.name
     whole = (scope.lane_count if name in scope.varying else 1, *(scope.sizes[a] for a in outer))
+    step, last = max(k, _AT_ONCE // math.prod(whole)), (1 << 32) - 1
 
     def run(f: Frame) -> None:
         window, n = f.tensors[s.window], int(count(f))
-        at = [np.clip(_index(c.run(f), len(whole)), 0, m - 1) for c, m in zip(index, window.shape, strict=False)]
-        rows = window[tuple(torch.from_numpy(np.ascontiguousarray(i)) for i in at)][..., :n].to(torch.int64)
-        last = (1 << 32) - 1
-        unique = (rows << 32) | (last - torch.arange(n))
-        best = unique.topk(min(k, n), dim=-1, sorted=True).values
+        clipped = [np.clip(_index(c.run(f), len(whole)), 0, m - 1) for c, m in zip(index, window.shape, strict=False)]
+        at = tuple(torch.from_numpy(np.ascontiguousarray(i)) for i in clipped)
+        best = torch.empty((*whole, 0), dtype=torch.int64)
+        for first in range(0, n, step):
+            end = min(n, first + step)
+            unique = (window[..., first:end][at].to(torch.int64) << 32) | torch.arange(last - first, last - end, -1)
+            seen = torch.cat([best, unique], -1) if first else unique
+            best = seen.topk(min(k, end), dim=-1, sorted=True).values
         columns = torch.where((best >> 32) > NOT_A_CANDIDATE, last - (best & last), -1)
         out = np.full((*whole, k), -1, np.int64)
         out[..., : min(k, n)] = columns.expand(*whole, min(k, n)).numpy()

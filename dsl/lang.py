@@ -16,7 +16,7 @@ from .dtypes import Kind, f32
 from .expr import Axes, Expr, FoldResult, KeyField, Param, loc_of, ordered, walk, walk_open
 from .printer import show
 from .probes import traced_builtins
-from .source import Loc, here
+from .source import definition, here
 from .spec import Declared, Fold, Listed, ParamKind, Part, Probe, Range, Source, Spec, is_reserved
 from .value import HasValue, Value, as_expr, describe, pos
 from .value import key as key_position
@@ -107,6 +107,9 @@ class Leaf:
         self._trace, self._declared, self.name = trace, declared, declared.name
         self.axes: Mapping[str, Axes] = {"k": declared.axes, "v": declared.value_axes, "scale": ()}
 
+    def __repr__(self) -> str:
+        return f"<paged cache {self.name}; its rows are {self.name}.keys(...)>"
+
     def keys(self, where: Predicate | None = None, *, pool: int = 1) -> Keys:
         """Contiguous positions of the sequence, seen where `where(query, key)` holds; without one, all of them.
 
@@ -172,7 +175,7 @@ class Operator:
 
     def __init__(self, fn: Callable[..., object], positions: str | None = None) -> None:
         self.fn, self.name, self.__doc__ = fn, fn.__name__, fn.__doc__
-        self.loc = Loc(fn.__code__.co_filename, fn.__code__.co_firstlineno, 0, 1)
+        self.loc = definition(fn)
         self.parameters = self._read_signature()
         self.positions = self._leaf_of_positions(positions)
         self._specs: dict[object, Spec] = {}
@@ -247,7 +250,9 @@ class Operator:
                     f"output {name!r} has axes [{', '.join(value.axes)}]; an output has one entry per row, none per key"
                 )
                 raise errors.AxisMismatch(loc=loc_of(value.expr) or self.loc, what=self.name, problem=problem)
-            if name in self._taken or is_reserved(str(name)) or not str(name).isidentifier():
+            if not str(name).isidentifier():
+                raise self._bad(f"output {name!r} needs a name that is an identifier")
+            if name in self._taken or is_reserved(str(name)):
                 raise self._bad(f"output {name!r} takes a name that a parameter or a loop nest has; choose another")
             self._expect_folded(f"output {name!r}", value.expr)
             out.append((str(name), value.expr))

@@ -208,6 +208,9 @@ class Weights:
     ) -> None:
         self._reducer, self._name, self._weights, self._params = reducer, name, weights, params
 
+    def __repr__(self) -> str:
+        return f"<{self._reducer.name} of {self._weights!r}, waiting for @ values>"
+
     def __matmul__(self, values: Value | HasValue) -> Value:
         return fold(self._reducer, {self._name: self._weights, "values": values}, self._params)["out"]
 

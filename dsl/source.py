@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from types import FrameType
@@ -60,6 +62,16 @@ def here() -> Loc | None:
     text = linecache.getline(frame.f_code.co_filename, line).rstrip()
     end = len(text) if end_line != line or end_col is None else _characters(text, end_col)
     return Loc(frame.f_code.co_filename, line, _characters(text, col or 0), end)
+
+
+def definition(fn: Callable[..., object]) -> Loc:
+    """The name in a function's `def`, which stands below its decorators."""
+    file, first = fn.__code__.co_filename, fn.__code__.co_firstlineno
+    for line in range(first, first + 20):
+        found = re.match(rf"\s*def\s+({re.escape(fn.__name__)})\b", linecache.getline(file, line))
+        if found:
+            return Loc(file, line, *found.span(1))
+    return Loc(file, first, 0, 1)
 
 
 def _characters(text: str, byte: int) -> int:

@@ -101,24 +101,27 @@ class Value:
         return apply("ne", self, other)
 
     def __and__(self, other: Operand) -> Value:
-        return _logic("and", "bitand", self, other)
+        return _logic("bitand", self, other)
 
     def __rand__(self, other: Operand) -> Value:
-        return _logic("and", "bitand", other, self)
+        return _logic("bitand", other, self)
 
     def __or__(self, other: Operand) -> Value:
-        return _logic("or", "bitor", self, other)
+        return _logic("bitor", self, other)
 
     def __ror__(self, other: Operand) -> Value:
-        return _logic("or", "bitor", other, self)
+        return _logic("bitor", other, self)
 
     def __xor__(self, other: Operand) -> Value:
-        return _logic("ne", "bitxor", self, other)
+        return _logic("bitxor", self, other)
 
     def __rxor__(self, other: Operand) -> Value:
-        return _logic("ne", "bitxor", other, self)
+        return _logic("bitxor", other, self)
 
     def __invert__(self) -> Value:
+        if self.dtype.kind is Kind.FLOAT:
+            expected = "it is an operation on a condition or an integer"
+            raise errors.DTypeMismatch(loc=here(), what="'~'", got=self.dtype.name, expected=expected)
         return apply("not", self) if self.dtype.kind is Kind.BOOL else apply("bitxor", self, -1)
 
     def __lshift__(self, other: Operand) -> Value:
@@ -211,9 +214,18 @@ def _taken_by(name: str) -> str:
     }[OPS[name].rule.__name__]
 
 
-def _logic(on_bool: str, on_int: str, a: Operand, b: Operand) -> Value:
-    both_int = all(as_expr(x, "&").dtype.kind is Kind.INT for x in (a, b))
-    return apply(on_int if both_int else on_bool, a, b)
+def _logic(on_int: str, a: Operand, b: Operand) -> Value:
+    """`&`, `|` or `^`: of two conditions, or of the bits of two integers."""
+    spelled = OPS[on_int].infix or on_int
+    x, y = as_expr(a, spelled), as_expr(b, spelled)
+    if x.dtype.kind is y.dtype.kind is Kind.INT:
+        return apply(on_int, a, b)
+    if not x.dtype.kind is y.dtype.kind is Kind.BOOL:
+        got, expected = f"{x.dtype.name} and {y.dtype.name}", "it is an operation on two conditions or two integers"
+        raise errors.DTypeMismatch(loc=here(), what=repr(spelled), got=got, expected=expected)
+    if spelled == "^":
+        return apply("or", apply("and", a, apply("not", b)), apply("and", apply("not", a), b))
+    return apply("and" if spelled == "&" else "or", a, b)
 
 
 def _address(tensor: Value, index: tuple[Operand, ...]) -> Value:

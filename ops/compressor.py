@@ -1,19 +1,28 @@
-# mypy: disable-error-code="name-defined, valid-type, type-arg, attr-defined, no-untyped-def"
+# mypy: disable-error-code="name-defined, valid-type, type-arg, attr-defined, no-untyped-def, index"
 # Axis names stand in subscripts of annotations, which type checkers take for types.
-"""Compressors: windows of tokens become one entry each, as they close (DeepSeek-V4, MoBA, indexers with pooled keys).
+"""Compressors: windows of tokens become one entry each as they close (DeepSeek-V4, block keys, indexers' pooled keys).
 
-A compressor's rows are entries, not tokens: row i of a sequence is the i-th window that this call's tokens close, and
-positions count entries. `closed_windows` says how many those are, `compress` runs DeepSeek-V4's two compressors.
+Rows are entries here, not tokens: row i of a sequence is the i-th window that the tokens of this call close, and
+positions count entries. `closed_windows` says how many there are; `compress` runs DeepSeek-V4's two compressors.
 """
 
 import torch
-from torch import Tensor as Array
+from torch import Tensor as Torch
 
-from tilewright.codegen_cache.checks import as_tensor, expect_int, expect_row_offsets, expect_shape
+from tilewright.codegen_cache.checks import (
+    INDEX_DTYPES,
+    Array,
+    as_tensor,
+    expect_dtype,
+    expect_int,
+    expect_row_offsets,
+    expect_shape,
+    widened,
+)
 from tilewright.codegen_cache.launch import run
 from tilewright.dsl.annotations import Const, Paged, Rows, Tensor
 from tilewright.dsl.dtypes import f32
-from tilewright.dsl.errors import ArgumentError, ArgumentShapeError
+from tilewright.dsl.errors import ArgumentShapeError
 from tilewright.dsl.lang import op
 from tilewright.dsl.reducers import softmax, weights
 from tilewright.dsl.value import key, pos, where
@@ -86,3 +95,70 @@ def pool_means(each: Rows["head", f32], entries: Paged["dim"], tokens: Paged["di
     """
     rows = tokens.keys(where=lambda entry, token: token // rate == entry)
     return weights(where(key // rate == pos, each, 0.0)) @ rows.k
+
+
+# ---- DeepSeek-V4's ---------------------------------------------------------------------------------------------------
+
+
+def closed_windows(cache_lengths: Array, input_row_offsets: Array, rate: int) -> Torch:
+    """Offsets [batch + 1] int32 of the windows of `rate` tokens that this call's tokens close, as rows of a compressor.
+
+    cache_lengths       [batch]: tokens before this call; `// rate` they are the entries before it
+    input_row_offsets   [batch + 1]: tokens of this call
+    """
+    name = "closed_windows"
+    before, offsets = as_tensor(name, "cache_lengths", cache_lengths), as_tensor(name, "offsets", input_row_offsets)
+    expect_dtype(name, "cache_lengths", before, INDEX_DTYPES)
+    expect_shape(name, "cache_lengths", before, batch=None)
+    expect_row_offsets(name, "input_row_offsets", offsets, batch=len(before))
+    rate, before = expect_int(name, "rate", rate, range(1, 1 << 31)), widened(before)
+    closed = (before + widened(offsets).diff()) // rate - before // rate
+    return torch.cat([closed.new_zeros(1), closed.cumsum(0)]).to(torch.int32)
+
+
+def compress(
+    tokens: PagedLeaf,
+    entries: PagedLeaf,
+    entry_offsets: Array,
+    position_bias: Array,
+    *,
+    output: Array | None = None,
+    target: str | None = None,
+) -> Torch:
+    """The entries that this call's tokens close, before their norm, and rotation at token entry * rate (DeepSeek-V4).
+
+    tokens          one layer of what tokens leave for compression: gates as keys, rows as values, one head; its lengths
+                    count all tokens, this call's among them. Windows that are closed twice over are not read again
+    entries         one layer of where entries are stored, one head of dim; its lengths count those before this call
+    entry_offsets   [batch + 1], of `closed_windows`
+    position_bias   [rate, dim], or [rate, 2 * dim] for windows that overlap: the half for the next window's entry, then
+                    the half for their own, as gates and rows have them
+    output          buffer [entries, dim]; without one, entry_offsets are read, which waits for a device
+
+    Returns [entries, dim], float32 unless the buffer is not. Raises the `Argument*` errors.
+    """
+    name, dim = "compress", entries.keys.shape[3]
+    offsets, bias = as_tensor(name, "entry_offsets", entry_offsets), as_tensor(name, "position_bias", position_bias)
+    expect_row_offsets(name, "entry_offsets", offsets, batch=len(entries.cache_lengths))
+    expect_shape(name, "position_bias", bias, rate=range(1, 1 << 31), width=None)
+    rate, width = bias.shape
+    if width not in (dim, 2 * dim):
+        expected = f"[rate, {dim}] or, where windows overlap, [rate, {2 * dim}], as entries have dim {dim}"
+        raise ArgumentShapeError(op=name, argument="position_bias", got=list(bias.shape), expected=expected)
+    made = None if output is None else as_tensor(name, "output", output)
+    count = torch.empty(int(offsets[-1]) if made is None else len(made), 0, device=offsets.device)
+    arguments = {"count": count, "bias": bias, "entries": entries, "tokens": tokens}
+    operator, constants = compress_windows, {"rate": rate}
+    if width == 2 * dim:
+        operator, constants["dim"] = compress_overlapping, dim
+        arguments["bias"] = bias.view(rate, 2, dim).transpose(0, 1)
+    return run(
+        operator,
+        arguments,
+        offsets,
+        constants=constants,
+        outputs={"out": made},
+        target=target,
+        op=name,
+        names={"offsets": "entry_offsets", "bias": "position_bias", "out": "output"},
+    )["out"]

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="name-defined, valid-type, type-arg, attr-defined, no-untyped-def"
+# mypy: disable-error-code="name-defined, valid-type, type-arg, attr-defined, no-untyped-def, operator"
 # Axis names stand in subscripts of annotations, which type checkers take for types.
 """float8 caches whose scales are coarser than a scale a row: per token, per head, per sequence and head, one in all."""
 

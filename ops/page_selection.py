@@ -2,11 +2,9 @@
 # Axis names stand in subscripts of annotations, which type checkers take for types.
 """Attention to the pages that may hold large scores: Quest, by the least and the greatest key of a page, elementwise.
 
-`page_bounds` summarises pages as they fill, `choose_pages` picks, and `attend_by_head` attends; `page_selected_attention`
-runs the last two. A page here is a block of tokens of any size, which need not be that of the cache's pages.
+`page_bounds` summarises pages as they fill, `choose_pages` picks and `attend_by_head` attends, which
+`page_selected_attention` runs in order. A page is a block of any number of tokens, whatever the cache's page size.
 """
-
-from math import inf
 
 from tilewright.codegen_cache.checks import Array
 from tilewright.codegen_cache.launch import run
@@ -14,10 +12,10 @@ from tilewright.dsl.annotations import Const, Paged, Rows
 from tilewright.dsl.dtypes import f32
 from tilewright.dsl.lang import op
 from tilewright.dsl.reducers import max, topk
-from tilewright.dsl.value import dot, key, maximum, minimum, pos, where
+from tilewright.dsl.value import dot, maximum, minimum
 
 from .cache import PagedLeaf
-from .selected_blocks import Selected, attend_to_choice, queries, sizes_of
+from .selected_blocks import Selected, attend_by_head, attend_to_choice, queries, sizes_of
 
 
 @op(positions="pages")
@@ -32,8 +30,7 @@ def page_bounds(one: Rows["head", f32], pages: Paged["dim"], kv: Paged["dim"], *
     Raises ArgumentShapeError where widths, head counts or batches differ.
     """
     keys = kv.keys(where=lambda page, token: token // block == page)
-    row = where(key // block == pos, keys.k * one, -inf)
-    return {"greatest": max(row, over="key"), "least": -max(where(key // block == pos, -keys.k * one, -inf), over="key")}
+    return {"greatest": max(keys.k * one, over="key"), "least": -max(-keys.k * one, over="key")}
 
 
 @op
@@ -78,4 +75,4 @@ def page_selected_attention(
     name = "page_selected_attention"
     q, sizes = queries(name, q), sizes_of(name, block=block, top_k=top_k, local=local)
     found = run(choose_pages, {"q": q, "bounds": bounds}, input_row_offsets, constants=sizes, target=target, op=name)
-    return attend_to_choice(name, q, found["out"], input_row_offsets, kv, scale, sizes, target)
+    return attend_to_choice(name, attend_by_head, q, found["out"], input_row_offsets, kv, scale, sizes, target)

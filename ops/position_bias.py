@@ -1,4 +1,4 @@
-# mypy: disable-error-code="name-defined, valid-type, type-arg, attr-defined, no-untyped-def"
+# mypy: disable-error-code="name-defined, valid-type, type-arg, attr-defined, no-untyped-def, index"
 # Axis names stand in subscripts of annotations, which type checkers take for types.
 """Attention whose scores have a bias by the distance between query and key, of its own for each head."""
 

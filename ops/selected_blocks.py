@@ -17,7 +17,7 @@ from tilewright.codegen_cache.checks import ROW_DTYPES, Array, as_tensor, expect
 from tilewright.codegen_cache.launch import run
 from tilewright.dsl.annotations import Const, Paged, Rows, Scalar
 from tilewright.dsl.dtypes import f32, i32
-from tilewright.dsl.lang import Leaf, concat, op
+from tilewright.dsl.lang import Leaf, Operator, concat, op
 from tilewright.dsl.reducers import lse, softmax, sum, topk
 from tilewright.dsl.value import Value, dot, exp, key, where
 
@@ -127,7 +127,12 @@ def attend_by_head(
     block: Const[int],
     local: Const[int] = 1,
 ):
-    """As `attend_by_group`, with a list for each query head: chosen [rows, heads, slots] (MoBA, Quest)."""
+    """As `attend_by_group`, with a list for each query head (MoBA, Quest).
+
+    chosen      [rows, heads, slots] int32
+    q, kv, scale, block, local      as there
+    Returns out [rows, heads, value_dim]. Raises as there.
+    """
     return _attend(q, chosen, kv, scale, block, local)
 
 
@@ -168,19 +173,29 @@ def native_sparse_attention(
     q, kv_heads = queries(name, q), blocks.keys.shape[2]
     sizes = sizes_of(name, block=block, top_k=top_k, local=local)
     seen = run(
-        compressed_attention, {"q": q, "blocks": blocks, "scale": scale}, input_row_offsets,
-        constants={"block": sizes["block"]}, output_dtypes={"out": dtype_of(q)}, target=target, op=name,
-    )  # fmt: skip
-    grouped, total = (x.unflatten(1, (kv_heads, q.shape[1] // kv_heads)) for x in (q, seen["lse"]))
+        compressed_attention,
+        {"q": q, "blocks": blocks, "scale": scale},
+        input_row_offsets,
+        constants={"block": sizes["block"]},
+        output_dtypes={"out": dtype_of(q)},
+        target=target,
+        op=name,
+    )
+    rows, heads, dim = q.shape
     chosen = run(
-        choose_by_weight, {"q": grouped, "total": total, "blocks": blocks, "scale": scale}, input_row_offsets,
-        constants=sizes, target=target, op=name,
-    )["out"]  # fmt: skip
-    out = run(
-        attend_by_group, {"q": q, "chosen": chosen, "kv": kv, "scale": scale}, input_row_offsets,
-        constants={n: sizes[n] for n in ("block", "local")}, output_dtypes={"out": dtype_of(q)}, target=target, op=name,
-    )["out"]  # fmt: skip
-    return Selected(out, chosen), seen["out"]
+        choose_by_weight,
+        {
+            "q": q.view(rows, kv_heads, heads // kv_heads, dim),
+            "total": seen["lse"].view(rows, kv_heads, heads // kv_heads),
+            "blocks": blocks,
+            "scale": scale,
+        },
+        input_row_offsets,
+        constants=sizes,
+        target=target,
+        op=name,
+    )["out"]
+    return attend_to_choice(name, attend_by_group, q, chosen, input_row_offsets, kv, scale, sizes, target), seen["out"]
 
 
 def block_routed_attention(
@@ -205,20 +220,31 @@ def block_routed_attention(
     """
     name = "block_routed_attention"
     q, sizes = queries(name, q), sizes_of(name, block=block, top_k=top_k, local=local)
-    chosen = run(
-        choose_by_mean, {"q": q, "means": means}, input_row_offsets, constants=sizes, target=target, op=name
-    )["out"]  # fmt: skip
-    return attend_to_choice(name, q, chosen, input_row_offsets, kv, scale, sizes, target)
+    found = run(choose_by_mean, {"q": q, "means": means}, input_row_offsets, constants=sizes, target=target, op=name)
+    return attend_to_choice(name, attend_by_head, q, found["out"], input_row_offsets, kv, scale, sizes, target)
 
 
 def attend_to_choice(
-    name: str, q: Tensor, chosen: Tensor, offsets: Array, kv: PagedLeaf, scale: float, sizes: dict[str, int],
+    name: str,
+    attend: Operator,
+    q: Tensor,
+    chosen: Tensor,
+    offsets: Array,
+    kv: PagedLeaf,
+    scale: float,
+    sizes: dict[str, int],
     target: str | None,
-) -> Selected:  # fmt: skip
+) -> Selected:
+    """The second step: exactly the list of the first one, and the last blocks."""
     out = run(
-        attend_by_head, {"q": q, "chosen": chosen, "kv": kv, "scale": scale}, offsets,
-        constants={n: sizes[n] for n in ("block", "local")}, output_dtypes={"out": dtype_of(q)}, target=target, op=name,
-    )["out"]  # fmt: skip
+        attend,
+        {"q": q, "chosen": chosen, "kv": kv, "scale": scale},
+        offsets,
+        constants={n: sizes[n] for n in ("block", "local")},
+        output_dtypes={"out": dtype_of(q)},
+        target=target,
+        op=name,
+    )["out"]
     return Selected(out, chosen)
 
 

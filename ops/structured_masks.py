@@ -1,11 +1,11 @@
-# mypy: disable-error-code="name-defined, valid-type, type-arg, attr-defined, no-untyped-def"
+# mypy: disable-error-code="name-defined, valid-type, type-arg, attr-defined, no-untyped-def, index"
 # Axis names stand in subscripts of annotations, which type checkers take for types.
 """Attention under masks that data decides: prefixes, packed documents, trees of drafted tokens."""
 
 import torch
 from torch import Tensor as TorchTensor
 
-from tilewright.codegen_cache.checks import Array, as_tensor, expect_dtype, expect_shape, first_true
+from tilewright.codegen_cache.checks import Array, as_tensor, expect_dtype, expect_row_offsets, expect_shape, widened
 from tilewright.dsl.annotations import Paged, Rows, Scalar, Tensor
 from tilewright.dsl.dtypes import f32, i32
 from tilewright.dsl.errors import ArgumentValueError
@@ -77,23 +77,31 @@ def tree_attention(
     return softmax(dot(q, keys) * scale) @ keys.v
 
 
-def tree_words(parents: Array) -> TorchTensor:
-    """The `tree` of `tree_attention` for the drafts of one sequence, [drafts, ceil(drafts / 32)] int32.
+def tree_words(parents: Array, row_offsets: Array) -> TorchTensor:
+    """The `tree` of `tree_attention` from parents, [rows, ceil(drafts of the largest tree / 32)] int32.
 
-    parents     [drafts], int32 or int64: the earlier draft that each one continues; negative: the committed text
-    Raises the `Argument*` errors: another shape or dtype, a parent that is not an earlier draft.
+    parents         [rows], int32 or int64: the draft that each one continues, numbered within its sequence, an earlier
+                    one; negative: the committed text
+    row_offsets     [batch + 1], int32, int64 or uint32: each row of sequence b is a draft: offsets[b]..offsets[b + 1]
+    Made on the host, row by row. Raises the `Argument*` errors: another shape or dtype, offsets out of order, a parent
+    that is not an earlier draft.
     """
     name = "tree_words"
-    of = as_tensor(name, "parents", parents)
+    of, offsets = as_tensor(name, "parents", parents), as_tensor(name, "row_offsets", row_offsets)
     expect_dtype(name, "parents", of, (torch.int32, torch.int64))
-    expect_shape(name, "parents", of, drafts=None)
-    count = len(of)
-    if (bad := first_true(of >= torch.arange(count, device=of.device))) is not None:
-        expected = f"an earlier draft, below {bad[0]}, or negative"
-        raise ArgumentValueError(op=name, argument=f"parents[{bad[0]}]", got=int(of[bad]), expected=expected)
-    sees = torch.eye(-(-count // 32) * 32, dtype=torch.int64)[:count]
-    for i, parent in enumerate(of.tolist()):
+    expect_shape(name, "parents", of, rows=None)
+    expect_row_offsets(name, "row_offsets", offsets, batch=max(0, offsets.numel() - 1), rows=len(of))
+    starts, counts = widened(offsets).cpu()[:-1], widened(offsets).cpu().diff()
+    first = starts.repeat_interleave(counts).tolist()  # row of each row's first draft
+    width = -(-int(counts.max() if len(counts) else 0) // 32)
+    sees = torch.zeros(len(of), 32 * width, dtype=torch.int64)
+    for row, parent in enumerate(of.tolist()):
+        draft = row - first[row]
+        if parent >= draft:
+            expected = f"an earlier draft, below {draft}, or negative"
+            raise ArgumentValueError(op=name, argument=f"parents[{row}]", got=parent, expected=expected)
         if parent >= 0:
-            sees[i] |= sees[parent]
-    words = (sees.reshape(count, -1, 32) << torch.arange(32)).sum(-1)
+            sees[row] = sees[first[row] + parent]
+        sees[row, draft] = 1
+    words: TorchTensor = (sees.view(len(of), width, 32) << torch.arange(32)).sum(-1)
     return (words - (words >> 31 << 32)).to(device=of.device, dtype=torch.int32)  # the 32nd bit is the sign

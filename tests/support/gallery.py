@@ -6,7 +6,7 @@ by name, with caches as `.k` and `.v` [heads, keys, width].
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
@@ -30,6 +30,7 @@ from tilewright.ops import (
     softcap,
     structured_masks,
 )
+from tilewright.ops.cache import PagedKVCache, PagedLeaf
 from tilewright.random_inputs import Inputs, Sizes, random_inputs
 from tilewright.references import compare, reference_outputs
 
@@ -247,6 +248,35 @@ def reference(inputs: Inputs) -> dict[str, Tensor]:
 def worst(inputs: Inputs, schedule: Schedule | None = None) -> float:
     """The largest error of all outputs against the reference, relative above 1."""
     return max(c.error for c in compare(run(inputs, schedule), reference(inputs)))
+
+
+def leaf_of(
+    keys: Sequence[Tensor], values: Sequence[Tensor] | None, rows: Sequence[int], page_size: int = 3
+) -> PagedLeaf:
+    """A cache of what each sequence has, [keys, kv_heads, width], pages in backward order, NaN in unused slots.
+
+    rows: of this call, the last of each sequence's keys.
+    """
+    counts = [-(-len(k) // page_size) for k in keys]
+    ends = [sum(counts[: b + 1]) for b in range(len(counts))]
+    table = torch.full((len(counts), max(counts) + 1), -1, dtype=torch.int32)
+    for b, (end, count) in enumerate(zip(ends, counts, strict=True)):
+        table[b, :count] = torch.arange(end - 1, end - count - 1, -1)
+
+    def pages(stored: Sequence[Tensor]) -> Tensor:
+        out = torch.full((ends[-1], page_size, *stored[0].shape[1:]), torch.nan).to(stored[0].dtype)
+        for b, x in enumerate(stored):
+            for j, row in enumerate(x):
+                out[table[b, j // page_size], j % page_size] = row
+        return out
+
+    before = torch.tensor([len(k) - n for k, n in zip(keys, rows, strict=True)], dtype=torch.int32)
+    v = None if values is None else pages(values)
+    return PagedKVCache.from_block_table(pages(keys), v, table, before).layer(0)
+
+
+def offsets_of(rows: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *rows]).cumsum(0, dtype=torch.int32)
 
 
 def schedules_of(case: Case, schedules: tuple[Schedule, ...]) -> list[Schedule]:

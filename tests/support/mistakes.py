@@ -122,6 +122,7 @@ BODIES: dict[str, dict[str, str]] = {
         "an empty dict": "return {}",
         "a number": "return {'out': out, 'window': window}",
         "a tuple": "return out, lse(out)",
+        "weights without values": "return softmax(s)",
     },
     "BadDeclaration": {
         "an output called like a parameter": "return {'q': out}",

@@ -1,0 +1,406 @@
+# mypy: disable-error-code="name-defined, valid-type, type-arg, attr-defined, index"
+"""Choosing blocks, pages and keys, and attending to what was chosen: exactly the reference's, however it is run."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import selecting
+from support.reference import assert_same_bits
+from support.running import named
+from support.selecting import Batch, batch, leaf, made_exact
+from support.selection import best
+from torch import Tensor
+
+import tilewright
+from tilewright.dsl import Paged, Rows, dot, i32, op, softmax
+from tilewright.dsl.errors import ArgumentError, ArgumentLayoutError, ArgumentShapeError, ArgumentValueError
+from tilewright.dsl.lang import Operator
+from tilewright.dsl.schedule import Schedule
+from tilewright.ops import compressor, indexers, page_selection, selected_blocks
+from tilewright.ops.cache import PagedKVCache, PagedLeaf
+from tilewright.random_inputs import Inputs, Sizes, random_inputs
+from tilewright.references import compare, reference_outputs
+
+ROWS, PAST = (5, 1, 0, 7), (3, 21, 4, 0)
+FOLDS = (
+    Schedule(rows=2, heads=1, keys=3, masks="split"),
+    Schedule(rows=4, keys=4, partitions=2),
+    Schedule(rows=16, keys=128),
+)
+LISTS = (Schedule(rows=1, heads=1, keys=3), Schedule(rows=1, heads=1, keys=7, partitions=3, masks="always"))
+SELECTS = (
+    Schedule(rows=2, keys=3, masks="split"),
+    Schedule(rows=1, keys=1, masks="always"),
+    Schedule(rows=8, keys=1024),
+)
+OPERATORS: dict[str, Operator] = {
+    x.name: x
+    for module in (compressor, indexers, page_selection, selected_blocks)
+    for x in vars(module).values()
+    if isinstance(x, Operator)
+}
+
+
+def inputs_of(name: str, constants: dict[str, object], seed: int, page_size: int = 3, **sizes: Any) -> Inputs:
+    dims = {"dim": 8, **({"group": 3} if name == "choose_by_weight" else {})}
+    if name.startswith("indexer"):
+        dims, sizes = {"depth": 8}, {"kv_heads": 1, **sizes}
+    if name.startswith("attend"):
+        dims["value_dim"] = 6
+    if name.startswith("attend") or name == "indexer_in_blocks":
+        dims["slot"] = 4
+    made = Sizes(
+        **{"rows": ROWS, "cached": PAST, "heads": 4, "kv_heads": 2, "dims": dims, "page_size": page_size, **sizes}
+    )
+    if name == "choose_by_weight":
+        made = replace(made, heads=2)
+    inputs = random_inputs(OPERATORS[name], constants, made, seed)
+    if isinstance(bounds := inputs.arguments.get("bounds"), PagedLeaf) and bounds.values is not None:
+        most, least = torch.maximum(bounds.keys, bounds.values), torch.minimum(bounds.keys, bounds.values)
+        bounds.keys.copy_(most)
+        bounds.values.copy_(least)
+    return inputs
+
+
+def run(inputs: Inputs, schedule: Schedule | None = None) -> dict[str, Tensor]:
+    return tilewright.run(
+        inputs.operator, inputs.arguments, inputs.input_row_offsets, constants=inputs.constants, schedule=schedule
+    )
+
+
+def check(inputs: Inputs, schedule: Schedule | None = None) -> None:
+    got, want = run(inputs, schedule), reference_outputs(getattr(selecting, inputs.operator.name), inputs)
+    if got["out"].dtype == torch.int32:
+        assert torch.equal(got["out"].long(), want["out"].long())
+    else:
+        assert max(c.error for c in compare(got, want)) < 1e-5
+
+
+def over(cases: list[tuple[str, dict[str, object]]], schedules: tuple[Schedule, ...]) -> pytest.MarkDecorator:
+    params = [
+        pytest.param(name, constants, s, id=f"{name}-{'-'.join(map(str, constants.values()))}-{named(s)}")
+        for name, constants in cases
+        for s in schedules
+    ]
+    return pytest.mark.parametrize(("name", "constants", "schedule"), params)
+
+
+# ---- each operator alone ---------------------------------------------------------------------------------------------
+
+CHOICES: list[tuple[str, dict[str, object]]] = [
+    ("choose_by_mean", {"block": 4, "top_k": 2}),
+    ("choose_by_mean", {"block": 1, "top_k": 30, "local": 3}),
+    ("choose_pages", {"block": 3, "top_k": 3}),
+    ("choose_pages", {"block": 2, "top_k": 2, "local": 2}),
+    ("indexer", {"top_k": 4}),
+    ("indexer", {"top_k": 40, "kpool": 3, "rectify": False}),
+    ("indexer", {"top_k": 3, "weights": None}),
+    ("indexer_in_blocks", {"top_k": 5, "block": 3}),
+    ("indexer_in_blocks", {"top_k": 30, "block": 4, "rectify": False, "weights": None}),
+]
+ATTENTION: list[tuple[str, dict[str, object]]] = [
+    (f"attend_by_{lists}", {"block": block, "local": local})
+    for lists in ("group", "head")
+    for block, local in ((4, 1), (3, 2))
+]
+
+
+@over(CHOICES, SELECTS)
+def test_choice_among_ties(name: str, constants: dict[str, object], schedule: Schedule, seed: int) -> None:
+    """Whole numbers: many scores are equal, and float32 holds them all, so the order has one answer."""
+    schedule = replace(schedule, rows=1) if name == "indexer_in_blocks" else schedule
+    check(made_exact(inputs_of(name, constants, seed)), schedule)
+
+
+@over(
+    [*CHOICES, ("choose_by_weight", {"block": 3, "top_k": 4}), ("choose_by_weight", {"block": 2, "top_k": 9})],
+    (SELECTS[0],),
+)
+def test_choice_without_ties(name: str, constants: dict[str, object], schedule: Schedule, seed: int) -> None:
+    """Random numbers."""
+    schedule = replace(schedule, rows=1) if name == "indexer_in_blocks" else schedule
+    check(inputs_of(name, constants, seed), schedule)
+
+
+@over([("compressed_attention", {"block": 3}), ("compressed_attention", {"block": 1})], FOLDS)
+def test_compressed_attention(name: str, constants: dict[str, object], schedule: Schedule, seed: int) -> None:
+    """Rows before the first whole block see nothing."""
+    check(inputs_of(name, constants, seed), schedule)
+
+
+@over(ATTENTION, LISTS)
+def test_attention_to_lists(name: str, constants: dict[str, object], schedule: Schedule, seed: int) -> None:
+    """Any list: unused slots anywhere, blocks twice, blocks among the last and after the row."""
+    check(inputs_of(name, constants, seed), schedule)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 64])
+@pytest.mark.parametrize(
+    ("name", "constants"), [*CHOICES[::2], *ATTENTION[::2], ("compressed_attention", {"block": 3})]
+)
+def test_page_sizes(name: str, constants: dict[str, object], page_size: int, seed: int) -> None:
+    """Any, with the default schedule."""
+    exact = made_exact if name.startswith(("choose", "indexer")) else lambda x: x
+    check(exact(inputs_of(name, constants, seed, page_size)))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["indexer", "choose_by_mean"])
+def test_sixteen_bits(name: str, dtype: str, seed: int) -> None:
+    """The numbers that 16 bits hold, summed in 32."""
+    constants: dict[str, object] = {"top_k": 4} if name == "indexer" else {"top_k": 4, "block": 2}
+    check(made_exact(inputs_of(name, constants, seed, dtype=dtype)))
+
+
+def test_float8_keys(seed: int) -> None:
+    """A float8 cache of any granularity, dequantised."""
+    for granularity in (8, 4, 3):
+        check(inputs_of("indexer", {"top_k": 6}, seed, cache_dtype="float8_e4m3fn", granularity=granularity))
+
+
+@op
+def in_window(q: Rows["head", "dim"], chosen: Rows["slot", i32], kv: Paged["dim"]):  # type: ignore[no-untyped-def]
+    keys = kv.blocks(chosen, 4, where=lambda query, key: (key <= query) & (query - key < 4))
+    return softmax(dot(q, keys)) @ keys
+
+
+@pytest.mark.parametrize("stale", [2**31 - 1, -1, 0])
+def test_what_hides_in_a_listed_block_is_not_read(stale: int) -> None:
+    """A row at 5 lists both blocks and sees 2 to 5: the page before is gone, or holds NaN."""
+    pages = torch.full((4, 2, 1, 3), torch.nan)
+    pages[1], pages[3] = 1.0, 2.0
+    table = torch.tensor([[stale, 1, 3, -7]], dtype=torch.int32)
+    kv = PagedKVCache.from_block_table(pages, None, table, torch.tensor([5], dtype=torch.int32)).layer(0)
+    arguments = {"q": torch.ones(1, 1, 3), "chosen": torch.tensor([[0, 1]], dtype=torch.int32), "kv": kv}
+    out = tilewright.run(in_window, arguments, torch.tensor([0, 1]))["out"]
+    torch.testing.assert_close(out, torch.full((1, 1, 3), 2 - 1 / (1 + math.exp(3))))
+
+
+# ---- choosing, then attending ----------------------------------------------------------------------------------------
+
+
+def block_rows(data: Batch, rng: np.random.Generator, kind: str, block: int, page_size: int) -> PagedLeaf:
+    """A row for every whole block of keys: their mean, their bounds, or rows of no meaning."""
+    blocks, shape = data.of_blocks(block), data.keys[0].shape[1:]
+    first: Any = {"mean": lambda x: x.mean(0), "bounds": lambda x: x.amax(0), "any": lambda x: x.sum(0).sin()}[kind]
+    second: Any = {"mean": None, "bounds": lambda x: x.amin(0), "any": lambda x: x.sum(0).cos()}[kind]
+    keys = [torch.stack([first(x) for x in b]) if b else torch.empty(0, *shape) for b in blocks]
+    values = second and [torch.stack([second(x) for x in b]) if b else torch.empty(0, *shape) for b in blocks]
+    return leaf(rng, keys, values, data.past, page_size)
+
+
+PUBLIC = {
+    "native_sparse_attention": ("any", selected_blocks.native_sparse_attention),
+    "block_routed_attention": ("mean", selected_blocks.block_routed_attention),
+    "page_selected_attention": ("bounds", page_selection.page_selected_attention),
+}
+
+
+@pytest.mark.parametrize(("block", "top_k", "local"), [(4, 2, 1), (3, 3, 2), (8, 1, 1)])
+@pytest.mark.parametrize("name", PUBLIC)
+def test_attends_to_what_it_chose(name: str, block: int, top_k: int, local: int, rng: np.random.Generator) -> None:
+    """The result is attention to the lists that come with it, and holds no trace of a token outside them."""
+    data = batch(rng, (37, 0, 9, 5), (3, 11, 0, 1))
+    kind, function = PUBLIC[name]
+    rows_of_blocks, scale = block_rows(data, rng, kind, block, page_size=3), 0.4
+    sizes: dict[str, Any] = {"block": block, "top_k": top_k, "local": local}
+    found: Any = function(data.q, data.offsets, data.tokens(rng, 4), rows_of_blocks, scale, **sizes)
+    selected, *more = found if name == "native_sparse_attention" else (found,)
+    lists = selected.chosen
+    assert lists.shape == (len(data.q), 2 if more else 4, top_k)
+    for _, r, pos in data.places():
+        assert max(lists[r].flatten().tolist()) <= max(-1, pos // block - local)
+        candidates = max(0, pos // block - local + 1)
+        assert (lists[r] >= 0).sum(-1).tolist() == [min(top_k, candidates)] * lists.shape[1]
+        if more and candidates:
+            assert (lists[r, :, 0] == 0).all()
+    torch.testing.assert_close(selected.out.double(), data.attend(lists, block, local, scale), rtol=1e-5, atol=1e-5)
+    needed = data.tokens(rng, 3, data.need(lists, block, local))
+    again: Any = function(data.q, data.offsets, needed, rows_of_blocks, scale, **sizes)
+    assert_same_bits((again[0] if more else again).out, selected.out)
+
+
+def test_native_sparse_attention_chooses_by_weight(rng: np.random.Generator) -> None:
+    """The compressed branch's weights, summed over the heads of a group, order the blocks."""
+    data, block, scale = batch(rng, (50, 3), (2, 9), heads=6), 4, 0.5
+    blocks = block_rows(data, rng, "any", block, 2)
+    (_, chosen), compressed = selected_blocks.native_sparse_attention(
+        data.q, data.offsets, data.tokens(rng, 5), blocks, scale, block=block, top_k=5
+    )
+    for b, r, pos in data.places():
+        count = (pos + 1) // block
+        rows = [torch.stack([f(x.sum(0)) for x in data.of_blocks(block)[b]]).double() for f in (torch.sin, torch.cos)]
+        for h in range(2):
+            q = data.q[r, 3 * h : 3 * h + 3].double()
+            weights = (q @ rows[0][:count, h].T * scale).softmax(-1)
+            torch.testing.assert_close(
+                compressed[r, 3 * h : 3 * h + 3].double(), weights @ rows[1][:count, h], rtol=1e-5, atol=1e-5
+            )
+            total = weights.sum(0)
+            total[:1] = torch.inf
+            assert chosen[r, h].tolist() == best(total[: max(0, pos // block - 1)].numpy(), 5)
+
+
+def test_half_precision_queries(rng: np.random.Generator) -> None:
+    """The result has the queries' dtype."""
+    data = batch(rng, (9,), (3,), exact=True)
+    means = block_rows(data, rng, "bounds", 2, 2)
+    out, _ = page_selection.page_selected_attention(
+        data.q.to(torch.bfloat16), data.offsets, data.tokens(rng, 2), means, 1.0, block=2, top_k=1
+    )
+    assert out.dtype == torch.bfloat16
+
+
+# ---- two levels of indexing ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rectify", [True, False])
+@pytest.mark.parametrize(("kpool", "block", "top_blocks"), [(1, 4, 2), (3, 2, 3), (2, 4, 1)])
+def test_two_levels(kpool: int, block: int, top_blocks: int, rectify: bool, rng: np.random.Generator) -> None:
+    """Blocks by their best key, then keys by score among theirs and the block being filled; nothing else is read."""
+    data = batch(rng, (31, 0, 6), (4, 13, 1), heads=3, kv_heads=1, exact=True)
+    pools = [k[: len(k) // kpool] for k in data.keys]  # any rows will do as keys of pools
+    weights = torch.from_numpy(rng.integers(-2, 5, data.q.shape[:2])).float()
+    keys = leaf(rng, pools, None, data.past, 2 * block)
+    found = indexers.two_level_indexer(
+        data.q, weights, data.offsets, keys, top_k=5, top_blocks=top_blocks, block=block, kpool=kpool, rectify=rectify
+    )
+    assert (found.keys.dtype, found.blocks.dtype) == (torch.int32, torch.int32)
+    for b, r, pos in data.places():
+        closed = (pos + 1) // kpool
+        row = data.q[r : r + 1].double(), weights[r : r + 1].double()
+        scores = selecting.indexer_scores(*row, pools[b][:, 0].double(), rectify)[0][:closed]
+        whole = [float(scores[n * block : (n + 1) * block].max()) for n in range(closed // block)]
+        blocks = sorted([*best(np.array(whole), top_blocks), closed // block if closed % block else -1])
+        assert found.blocks[r].tolist() == blocks
+        held = [j for c in blocks if c >= 0 for j in range(c * block, min((c + 1) * block, closed))]
+        assert found.keys[r].tolist() == [held[n] if n >= 0 else -1 for n in best(scores[held].numpy(), 5)]
+
+
+def test_blocks_of_another_layer(rng: np.random.Generator) -> None:
+    """A later layer picks its own keys inside the blocks of the first."""
+    data, other = (batch(rng, (20,), (6,), heads=2, kv_heads=1, exact=True) for _ in range(2))
+    keys = [leaf(rng, x.keys, None, x.past, 4) for x in (data, other)]
+    sizes: dict[str, Any] = {"top_k": 4, "block": 2}
+    picked = indexers.two_level_indexer(data.q, None, data.offsets, keys[0], top_blocks=3, **sizes)
+    found = tilewright.run(
+        indexers.indexer_in_blocks,
+        {"q": other.q, "chosen": picked.blocks, "keys": keys[1]},
+        other.offsets,
+        constants=sizes,
+    )["out"]
+    for _, r, pos in other.places():
+        scores = selecting.indexer_scores(other.q[r : r + 1], None, other.keys[0][:, 0], True)[0]
+        held = [j for c in picked.blocks[r].tolist() if c >= 0 for j in (2 * c, 2 * c + 1) if j <= pos]
+        assert found[r].tolist() == [held[n] if n >= 0 else -1 for n in best(scores[held].double().numpy(), 4)]
+
+
+def test_two_levels_in_float8(rng: np.random.Generator) -> None:
+    """Blocks of scaled keys are viewed with their scales: one a key, or several that do not straddle keys."""
+    pages = torch.from_numpy(rng.integers(-3, 4, (3, 1, 1, 8, 1, 6))).float()
+    table, before = torch.tensor([[2, 0, 1]], dtype=torch.int32), torch.tensor([18], dtype=torch.int32)
+    q, offsets = torch.from_numpy(rng.integers(-2, 3, (4, 2, 6))).float(), torch.tensor([0, 4])
+    for granularity in (3, 6, 100):
+        granules = -(-6 // min(granularity, 6))
+        scales = torch.from_numpy(2.0 ** rng.integers(-1, 2, (3, 1, 1, 8, 1, granules))).float()
+        stored = PagedKVCache(
+            pages.to(torch.float8_e4m3fn), table, before, scales=scales, quantization_granularity=granularity
+        )
+        plain = PagedKVCache(pages * scales.repeat_interleave(6 // granules, -1), table, before)
+        found, want = (
+            indexers.two_level_indexer(q, None, offsets, c.layer(0), top_k=6, top_blocks=2, block=4)
+            for c in (stored, plain)
+        )
+        assert torch.equal(found.keys, want.keys)
+        assert torch.equal(found.blocks, want.blocks)
+
+
+# ---- declarations and mistakes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_declaration(name: str) -> None:
+    """At most 30 lines, and says what it takes, gives and raises."""
+    operator = OPERATORS[name]
+    assert len(inspect.getsource(operator.fn).rstrip().splitlines()) <= 30
+    doc = inspect.getdoc(operator.fn) or ""
+    assert "Returns" in doc
+    assert "Raises" in doc
+    assert [n for n in operator.parameters if n not in doc] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "constants", "argument", "shape", "match"),
+    [
+        ("compressed_attention", {"block": 2}, "q", (13, 4, 9), r"blocks has shape \[2, 8\]; expected .*dim=9"),
+        ("choose_by_weight", {"block": 2, "top_k": 1}, "total", (13, 2, 4), r"total has shape \[13, 2, 4\]"),
+        ("choose_by_weight", {"block": 2, "top_k": 1}, "total", (13, 4, 3), "total"),
+        ("choose_by_mean", {"block": 2, "top_k": 1}, "q", (13, 4, 5), "means"),
+        ("attend_by_group", {"block": 2}, "chosen", (13, 4, 3), r"kv_head=4"),
+        ("attend_by_head", {"block": 2}, "chosen", (13, 2, 3), r"chosen has shape \[13, 2, 3\]"),
+        ("attend_by_head", {"block": 2}, "chosen", (12, 4, 3), "row"),
+        ("choose_pages", {"block": 2, "top_k": 1}, "q", (13, 4, 7), "bounds"),
+        ("indexer", {"top_k": 1}, "weights", (13, 3), r"weights has shape \[13, 3\]"),
+        ("indexer", {"top_k": 1}, "q", (13, 4, 7), "keys"),
+        ("indexer_in_blocks", {"top_k": 1, "block": 2}, "weights", (12, 4), "weights"),
+    ],
+)
+def test_wrong_sizes_are_named(
+    name: str, constants: dict[str, object], argument: str, shape: tuple[int, ...], match: str
+) -> None:
+    """The argument, what it has and what was expected."""
+    inputs = inputs_of(name, constants, 0)
+    like: Any = inputs.arguments[argument]
+    wrong = {**inputs.arguments, argument: torch.zeros(shape, dtype=like.dtype)}
+    with pytest.raises(ArgumentShapeError, match=match):
+        run(replace(inputs, arguments=wrong))
+
+
+def test_lists_and_heads_must_fit(rng: np.random.Generator) -> None:
+    """Heads in whole groups, sizes of at least 1, and caches that agree."""
+    data = batch(rng, (9,), (3,))
+    blocks, tokens = block_rows(data, rng, "any", 2, 2), data.tokens(rng, 2)
+
+    def call(**change: Any) -> None:
+        given = {"q": data.q, "input_row_offsets": data.offsets, "kv": tokens, "blocks": blocks, "scale": 1.0}
+        selected_blocks.native_sparse_attention(**{**given, "block": 2, "top_k": 1, **change})
+
+    call()
+    with pytest.raises(ArgumentError, match="2 key-value heads; expected a divisor of the 3 query heads"):
+        call(q=data.q[:, :3])
+    with pytest.raises(ArgumentValueError, match="top_k is 0; expected an integer in 1"):
+        call(top_k=0)
+    with pytest.raises(ArgumentValueError, match="local"):
+        call(local=0)
+    with pytest.raises(ArgumentShapeError, match="kv_head"):
+        call(kv=batch(rng, (9,), (3,), kv_heads=1).tokens(rng, 2))
+
+
+def test_two_levels_refuse(rng: np.random.Generator) -> None:
+    """Pages that cut blocks, slots with gaps, scales that straddle keys."""
+    data = batch(rng, (9,), (3,), kv_heads=1)
+
+    def call(keys: PagedLeaf, block: int = 2, **change: Any) -> None:
+        given = {"q": data.q, "weights": None, "input_row_offsets": data.offsets, "top_k": 1, "top_blocks": 1, **change}
+        indexers.two_level_indexer(**given, keys=keys, block=block)
+
+    keys = leaf(rng, data.keys, None, data.past, 4)
+    call(keys)
+    with pytest.raises(ArgumentValueError, match="block is 3; expected a divisor of the page size 4"):
+        call(keys, 3)
+    with pytest.raises(ArgumentLayoutError, match="slots follow each other"):
+        call(replace(keys, keys=torch.zeros(9, 4, 2, 8)[:, :, :1]))
+    with pytest.raises(ArgumentShapeError, match="kv_heads=1"):
+        call(leaf(rng, batch(rng, (9,), (3,)).keys, None, data.past, 4))
+    scales = torch.ones(*keys.keys.shape[:3], 3)
+    with pytest.raises(ArgumentValueError, match="granularity is 3; expected a divisor of the depth 8"):
+        call(replace(keys, keys=keys.keys.to(torch.float8_e4m3fn), key_scales=scales, quantization_granularity=3))
+    with pytest.raises(ArgumentValueError, match="top_blocks"):
+        call(keys, top_blocks=0)
