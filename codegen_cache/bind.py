@@ -16,7 +16,7 @@ from tilewright.dsl.errors import ArgumentDTypeError, ArgumentError, ArgumentSha
 from tilewright.dsl.schedule import Binding, LeafBinding
 from tilewright.dsl.spec import Declared, ParamKind, Spec
 
-from .checks import as_tensor, expect_rank, expect_same_device
+from .checks import as_tensor, expect_dtype, expect_rank, expect_same_device, expect_shape
 
 
 class Leaf(Protocol):
@@ -104,6 +104,8 @@ def bind(
                 dtypes[p.name] = dtype_of(t)
             case ParamKind.PAGED:
                 leaves[p.name] = _leaf(op, shown, p, value, bound, sizes)
+                if p.name in spec.scales_read:
+                    _expect_row_scales(op, shown, leaves[p.name].granularity, sizes.of[p.axes[0]])
     dtypes.update(outputs)
     heads, kv_heads = sizes.of.get("head", 1), sizes.of.get("kv_head", 1)
     if leaves and heads % kv_heads:
@@ -125,6 +127,12 @@ def bind(
     return Bound(
         binding, bound.tensors, bound.scalars, bound.leaves, sizes.of.get("row", 0), bound.batch, offsets.device
     )
+
+
+def _expect_row_scales(op: str, shown: str, granularity: int | None, width: int) -> None:
+    if granularity is None or granularity < width:
+        got = "has no scales" if granularity is None else f"has a scale per {granularity} values"
+        raise ArgumentError(op=op, argument=shown, got=got, expected=f"one scale per key of {width}")
 
 
 def _number(op: str, shown: str, p: Declared, value: object) -> int | float:
@@ -166,7 +174,10 @@ def _leaf(op: str, shown: str, p: Declared, value: object, bound: Bound, sizes: 
     bound.tensors.update({f"{p.name}_{n}": t for n, t in fields.items() if t is not None})
     if leaf.keys.device != bound.device:
         expect_same_device(op, shown, leaf.keys, "input_row_offsets", torch.empty(0, device=bound.device))
+    if p.dtype is not None:
+        expect_dtype(op, shown, leaf.keys, (getattr(torch, p.dtype.name),))
     sizes.agree(shown, ("seq",), (leaf.lookup_table.shape[0],))
+    expect_shape(op, f"{shown}.cache_lengths", leaf.cache_lengths, seq=sizes.of["seq"])
     sizes.agree(shown, ("kv_head", *p.axes), tuple(leaf.keys.shape[2:]))
     if leaf.values is not None:
         sizes.agree(f"{shown} values", p.value_axes, tuple(leaf.values.shape[3:]))

@@ -266,11 +266,15 @@ def _build_select(spec: Spec, select: Select, names: _Names) -> SelectPass:
     for name, e in spec.outputs:
         if isinstance(e, Selected) and e.select == select:
             results.append((name, e.name))
-    b = _Builder(names, {}, [select.score])
+    first = next(s for s in spec.selects if s.source == select.source)
+    probes = [p for p in spec.probes if select == first and _place(p, spec) == select.source]
+    read = [select.score, *(e for p in probes for _, e in p.values)]
+    b = _Builder(names, {}, read)
+    _show_probes(b, probes)
     score = b.tile(select.score)
     order = names.fresh("order", op("bits", score))
     b.out += [Map(order, _order_key(score), select.loc), Mask(order, NOT_A_CANDIDATE, loc=select.loc)]
-    fields = dict.fromkeys(x for x in walk(select.score) if isinstance(x, KeyField))
+    fields = dict.fromkeys(x for e in read for x in walk(e) if isinstance(x, KeyField) and x.source == select.source)
     source = spec.sources[select.source]
     return SelectPass(source, tuple(fields), tuple(b.out), order, select.k, select.rank, tuple(results))
 
@@ -285,6 +289,9 @@ def _check_selects(spec: Spec) -> None:
             raise AxisMismatch(loc=s.loc, what="topk", problem=problem)
         if len(spec.sources[s.source].parts) > 1:
             raise AxisMismatch(loc=s.loc, what="topk", problem="the keys of a concatenation have no one index")
+    for p in spec.probes:
+        if any(isinstance(x, Selected) for _, e in p.values for x in walk(e)):
+            raise AxisMismatch(loc=p.loc, what=p.kind, problem="a selection can be returned, and looked at there")
 
 
 def _place(p: Probe, spec: Spec) -> int | None:

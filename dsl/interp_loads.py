@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
@@ -17,6 +18,7 @@ from .interp_blocks import block, consecutive, kept_rows
 from .interp_values import Array, Code, Frame, Ints, Scalar, Scope, as_ints, compile_value
 
 Guard: TypeAlias = npt.NDArray[np.bool_]
+Load: TypeAlias = Callable[[Frame], torch.Tensor]
 
 
 def compile_load(e: Elem, axes: Axes, scope: Scope) -> Code:
@@ -39,13 +41,32 @@ def compile_load(e: Elem, axes: Axes, scope: Scope) -> Code:
     others = tuple(None if consecutive(p) else torch.from_numpy(p.copy()) for p in picks.values())
     layout = _Layout(e, scope, outer, inner, axes, (*indexed, *sliced), spans, others)
     along = _row_axis(codes, ok, outer)
-    if along is not None and inner:
-        return Code(
-            _RowLoad(layout, codes, ok, scope.sizes[along], scope.check_finite and along == "key"),
-            e.axes,
-            scope.lanes(e),
-        )
-    return Code(_TileLoad(layout, codes, ok), e.axes, scope.lanes(e))
+    read: Load = (
+        _RowLoad(layout, codes, ok, scope.sizes[along]) if along is not None and inner else _TileLoad(layout, codes, ok)
+    )
+    if scope.check_finite and "key" in axes and _is_pool(e.tensor, scope):
+        read = _finite(read, e, 1 + axes.index("key"))
+    return Code(read, e.axes, scope.lanes(e))
+
+
+def _is_pool(tensor: str, scope: Scope) -> bool:
+    """Whether a tensor holds the pages of a cache."""
+    pages = scope.args[tensor].shape[0]
+    return isinstance(pages, str) and pages.endswith("_pages") and tensor.startswith(pages.removesuffix("pages"))
+
+
+def _finite(read: Load, e: Elem, along: int) -> Load:
+    """The read, with an error for a key row that is not finite; keys run along a dimension of what is read."""
+
+    def checked(f: Frame) -> torch.Tensor:
+        out = read(f)
+        bad = ~torch.isfinite(out).movedim(along, 0).flatten(1).all(1)
+        if bool(bad.any()):
+            key = int(f.scalars.get("k0", 0)) + int(bad.nonzero()[0])
+            raise errors.NotFinite(loc=e.loc, tensor=e.tensor, seq=f.scalars.get("seq"), key=key)
+        return out
+
+    return checked
 
 
 def _feature_of(e: Elem, dimension: int) -> str | None:
@@ -211,7 +232,7 @@ class _TileLoad:
     index: tuple[Code, ...]
     ok: Code
 
-    def __call__(self, f: Frame) -> Array:
+    def __call__(self, f: Frame) -> torch.Tensor:
         dims = len(self.layout.outer)
         tensor, good = self.layout.tensor(f), _guard(self.ok, f, dims)
         index = _arrays(self.index, f, dims)
@@ -254,9 +275,8 @@ class _RowLoad:
     index: tuple[Code, ...]
     ok: Code
     size: int
-    check_finite: bool  # key rows, in checked mode
 
-    def __call__(self, f: Frame) -> Array:
+    def __call__(self, f: Frame) -> torch.Tensor:
         tensor = self.layout.tensor(f)
         good = _guard(self.ok, f, 1).reshape(-1)
         good = good if len(good) == self.size else np.full(self.size, good[0])
@@ -266,8 +286,6 @@ class _RowLoad:
             out = self._indexed(rows, at, good)
         else:
             out = self._sliced(rows, at, good, starts, tensor, 1 if lanes else 0)
-        if self.check_finite and not bool(torch.isfinite(out).all()):
-            raise self._not_finite(f, out, 1 if lanes else 0)
         return self.layout.tile(out if lanes else out.unsqueeze(0))
 
     def _rows(self, f: Frame, tensor: torch.Tensor) -> tuple[torch.Tensor, list[Ints], bool]:
@@ -353,8 +371,3 @@ class _RowLoad:
         if not good.all():
             out = out.masked_fill(torch.from_numpy(~good).view(-1, *(1,) * (out.ndim - 1)), 0.0)
         return out.movedim(0, 1) if any(c.lanes for c in self.index) else out
-
-    def _not_finite(self, f: Frame, out: torch.Tensor, lane: int) -> errors.NotFinite:
-        bad = (~torch.isfinite(out)).movedim(lane, 0).flatten(1).any(1)
-        key = int(f.scalars.get("k0", 0)) + int(bad.nonzero()[0])
-        return errors.NotFinite(loc=self.layout.e.loc, tensor=self.layout.e.tensor, seq=f.scalars.get("seq"), key=key)

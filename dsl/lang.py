@@ -16,9 +16,9 @@ from .dtypes import Kind, f32
 from .expr import Axes, Expr, FoldResult, KeyField, Param, loc_of, ordered, walk, walk_open
 from .printer import show
 from .probes import traced_builtins
-from .source import definition, here
-from .spec import Declared, Fold, Listed, ParamKind, Part, Probe, Range, Source, Spec, is_reserved
-from .value import HasValue, Value, as_expr, describe, pos
+from .source import Loc, definition, here
+from .spec import Declared, Listed, ParamKind, Part, Probe, Range, Select, Source, Spec, is_reserved
+from .value import LOOP_AXES, HasValue, Value, as_expr, describe, pos
 from .value import key as key_position
 
 Predicate: TypeAlias = Callable[[Value, Value], Value | bool]
@@ -115,7 +115,7 @@ class Leaf:
 
         pool: tokens per key of the cache. A pool is seen where its last token is, and `key` then counts pools.
         """
-        if not isinstance(pool, int) or pool < 1:
+        if not isinstance(pool, int) or isinstance(pool, bool) or pool < 1:
             raise errors.NotTraceable(
                 loc=here(), what="pool", expected="a whole number, at least 1", got=describe(pool)
             )
@@ -135,11 +135,11 @@ class Leaf:
         """Blocks of `size` consecutive entries that each row lists; see `entries`."""
         e, what = as_expr(indices, "entries"), f"{self.name}.entries"
         shaped = isinstance(e, Param) and not e.index and len(e.own) > 1 and e.own[0] == "row"
-        if not isinstance(e, Param) or not shaped or not set(e.own[1:-1]) <= {"head", "kv_head"}:
+        if not isinstance(e, Param) or not shaped or {*e.own[1:-1]} - {"head", "kv_head"} or e.own[-1] in LOOP_AXES:
             raise errors.AxisMismatch(loc=here(), what=what, problem=f"expected a parameter [row, slot], got {show(e)}")
         if e.dtype.kind is not Kind.INT:
             raise errors.DTypeMismatch(loc=here(), what=what, got=e.dtype.name, expected="indices are integers")
-        if not isinstance(size, int) or size < 1:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise errors.NotTraceable(
                 loc=here(), what="blocks", expected="a whole size, at least 1", got=describe(size)
             )
@@ -159,10 +159,18 @@ class Leaf:
 
 def concat(first: Keys, *more: Keys) -> Keys:
     """Key rows of several sources, of one feature axis each, walked one after the other in one reduction."""
-    for other in more:
-        if other._axes != first._axes:
-            problem = f"key rows have axes [{', '.join(first._axes['k'])}] and [{', '.join(other._axes['k'])}]"
+    for k in (first, *more):
+        if not isinstance(k, Keys):
+            expected = "key rows of caches, such as cache.keys()"
+            raise errors.NotTraceable(loc=here(), what="concat", expected=expected, got=describe(k))
+        if k._leaf is not None:
+            problem = f"rows of {k._leaf} that stand beside another cache's cannot be concatenated"
             raise errors.AxisMismatch(loc=here(), what="concat", problem=problem)
+        for kind, name in (("key", "k"), ("value", "v")):
+            if k._axes[name] != first._axes[name]:
+                axes = [f"[{', '.join(x._axes[name])}]" for x in (first, k)]
+                problem = f"{kind} rows have axes {' and '.join(axes)}"
+                raise errors.AxisMismatch(loc=here(), what="concat", problem=problem)
     parts = tuple(p for k in (first, *more) for p in k._parts)
     return Keys(first._trace, parts, first._axes)
 
@@ -212,7 +220,13 @@ class Operator:
         positions = self.positions if any(p.name == self.positions for p in params) else None
         spec = Spec(self.name, params, tuple(trace.sources), outputs, positions, tuple(trace.probes))
         for f in spec.folds:
-            _expect_per_row(f, spec.sources[f.source])
+            for e, absent in zip(f.inputs, f.absent, strict=True):
+                if absent is not None:
+                    _expect_per_row(f.name, e, spec.sources[f.source], f.loc)
+        for s in spec.selects:
+            _expect_per_row("topk", s.score, spec.sources[s.source], s.loc)
+            _expect_own_rank(s, spec)
+        _expect_own_slots(spec)
         return spec
 
     def _bind(self, trace: Trace, constants: dict[str, object]) -> tuple[dict[str, object], tuple[Declared, ...]]:
@@ -312,15 +326,34 @@ class Operator:
         return positions or next(iter(paged), None)
 
 
-def _expect_per_row(f: Fold, source: Source) -> None:
+def _expect_per_row(what: str, e: Expr, source: Source, loc: Loc | None) -> None:
     """What is reduced over the keys that a row sees varies over whatever decides which those are."""
-    listed = any(isinstance(p, Listed) for p in source.parts)
-    seen = {a for p in source.parts for a in p.where.axes} | ({"row"} if listed else set())
-    for e, absent in zip(f.inputs, f.absent, strict=True):
-        missing = ", ".join(ordered(seen - {"key", *e.axes}))
-        if absent is not None and missing:
-            problem = f"{show(e)} does not vary over {missing}, which decides what keys are seen; multiply by a tensor"
-            raise errors.AxisMismatch(loc=f.loc, what=f.name, problem=f"{problem} that does")
+    seen = {a for p in source.parts for a in p.where.axes}
+    seen |= {a for p in source.parts if isinstance(p, Listed) for a in p.axes[:-1] if a != "kv_head"}
+    if missing := ", ".join(ordered(seen - {"key", *e.axes})):
+        problem = f"{show(e)} does not vary over {missing}, which decides what keys are seen; multiply by a tensor"
+        raise errors.AxisMismatch(loc=loc, what=what, problem=f"{problem} that does")
+
+
+def _expect_own_rank(s: Select, spec: Spec) -> None:
+    """The axis that counts results is theirs alone, and all selections of an operator share it."""
+    first = spec.selects[0].k
+    if s.k != first:
+        problem = f"keeps {s.k} of the best where another keeps {first}; an operator keeps as many in each, use two"
+        raise errors.AxisMismatch(loc=s.loc, what="topk", problem=problem)
+    for p in spec.params:
+        if s.rank in (*p.axes, *p.value_axes):
+            problem = f"its results have an axis {s.rank!r}, which parameter {p.name!r} has too; rename that one"
+            raise errors.AxisMismatch(loc=s.loc, what="topk", problem=problem)
+
+
+def _expect_own_slots(spec: Spec) -> None:
+    """How many slots a list has is known when it runs, so no tile may have that axis."""
+    fixed = spec.tile_axes.union(*((*p.axes, *p.value_axes) for p in spec.params if p.kind is ParamKind.PAGED))
+    for part in (p for source in spec.sources for p in source.parts if isinstance(p, Listed)):
+        if (slot := part.axes[-1]) in fixed:
+            problem = f"{part.indices!r} counts its slots by axis {slot!r}, which other values have too; rename it"
+            raise errors.AxisMismatch(loc=part.loc, what=f"{part.leaf}.entries", problem=problem)
 
 
 _LEAF_NAMES = ("table", "lengths", "k", "v", "k_scale", "v_scale", "pages", "max_pages")

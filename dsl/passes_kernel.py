@@ -47,7 +47,7 @@ def _form_selections(program: Program, operands: tuple[Stmt, ...], cx: Context) 
     columns: list[tuple[str, Expr]] = []
     row_bytes: Expr = Const(0)
     for n, s in enumerate(cx.tp.selects):
-        kernels += select_kernels(n, s, n, operands, cx)
+        kernels += select_kernels(n, s, n, (*operands, *cx.tp.epilogue) if n == 0 else operands, cx)
         columns.append((f"columns{n}", column_count(n, cx)))
         row_bytes = add(row_bytes, mul(Var(f"columns{n}"), 4 * (cx.binding.heads if "head" in s.order.axes else 1)))
     lengths = None if cx.spec.positions is None else f"{cx.spec.positions}_lengths"

@@ -73,9 +73,10 @@ def _key_range(number: int, interval: int, cx: Context) -> tuple[Expr, Expr]:
 
 
 def _reach(number: int, cx: Context) -> tuple[KeyReach, ...]:
-    leaf, intervals = cx.parts[number].leaf, cx.intervals[number]
-    if isinstance(cx.parts[number], Listed):
-        return ()
+    part, leaf, intervals = cx.parts[number], cx.parts[number].leaf, cx.intervals[number]
+    if isinstance(part, Listed):
+        checked = part.block == 1 and part.where == ALWAYS  # entry by entry, before anything runs
+        return () if checked else (KeyReach(leaf, Const(0), cx.entry_count(leaf), exact=False),)
     ranges = (_key_range(number, n, cx) for n in range(len(intervals)))
     return tuple(KeyReach(leaf, lo, hi, i.exact) for (lo, hi), i in zip(ranges, intervals, strict=True))
 

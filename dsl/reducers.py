@@ -14,6 +14,7 @@ from typing import TypeAlias
 from . import errors
 from .dtypes import Kind
 from .expr import Expr, FoldResult, KeyField, Selected, Tile, ordered, walk, walk_open
+from .printer import show
 from .source import here
 from .spec import Fold, Select, State
 from .value import HasValue, Operand, Value, as_expr, describe, dot, exp, log, maximum, reduce_over, where
@@ -257,7 +258,13 @@ def topk_with_values(scores: Operand, k: int) -> tuple[Value, Value]:
     e = as_expr(scores, "topk")
     if not isinstance(k, int) or isinstance(k, bool) or k < 1:
         raise errors.NotTraceable(loc=here(), what="topk", expected="k, a whole number, at least 1", got=describe(k))
-    select = Select(_source_of("topk", {"scores": e}), e, k, "rank", here())
+    if e.dtype.kind is Kind.BOOL:
+        raise errors.DTypeMismatch(loc=here(), what="topk", got="bool", expected="write where(cond, 1.0, 0.0)")
+    source, features = _source_of("topk", {"scores": e}), [a for a in e.axes if a not in ("row", "head", "key")]
+    if features:
+        problem = f"{show(e)} has axes [{', '.join(e.axes)}]; reduce over {', '.join(features)} first"
+        raise errors.AxisMismatch(loc=here(), what="topk", problem=problem)
+    select = Select(source, e, k, "rank", here())
     return Value(Selected(select, "values", here())), Value(Selected(select, "indices", here()))
 
 

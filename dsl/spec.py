@@ -205,6 +205,12 @@ class Spec:
         return frozenset(a for e in self.nodes for a in e.axes if a not in ("row", "key"))
 
     @cached_property
+    def scales_read(self) -> frozenset[str]:
+        """Paged caches of whose key rows the one scale is read."""
+        fields = [e for e in self.nodes if isinstance(e, KeyField) and e.name == "scale"]
+        return frozenset(e.leaf or part.leaf for e in fields for part in self.sources[e.source].parts)
+
+    @cached_property
     def shared_by_heads(self) -> str | None:
         """An output without a head axis that depends on the key-value head, which there may only be one of."""
 

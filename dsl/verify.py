@@ -95,8 +95,19 @@ def verify(program: Program, after: str) -> None:
             for x in nodes:
                 if isinstance(x, (*gone, *_NEVER)):
                     raise VerifyError(after=after, problem=f"{type(x).__name__} should be gone: {_text(s)}")
+        _check_shapes(k, after)
         if _ORDER.index(after) >= _ORDER.index("bind_coordinates"):
             _check_definitions(k, program, after)
+
+
+def _check_shapes(k: Kernel, after: str) -> None:
+    """Every tile has one shape, that of its storage once it has some."""
+    shapes = {t.name: tuple(a for a, _ in t.axes) for t in k.tiles}
+    for s in statements(k.body):
+        own = [s.dst] if isinstance(s, Map | Gemm | Reduce | Mask) else []
+        for x in (*own, *(x for e in expressions(s) for x in walk(e))):
+            if isinstance(x, Tile) and shapes.setdefault(x.name, x.axes) != x.axes:
+                raise VerifyError(after=after, problem=f"tile {x.name} has two shapes: {_text(s)}")
 
 
 def _check_definitions(k: Kernel, program: Program, after: str) -> None:

@@ -91,7 +91,7 @@ def pool_means(each: Rows["head", f32], entries: Paged["dim"], tokens: Paged["di
     tokens      keys [.., kv_heads, dim]; its lengths count all tokens, this call's among them
     rate        tokens of an entry
     Returns out [entries, kv_heads, dim].
-    Raises ArgumentShapeError where widths, head counts or batches differ.
+    Raises ArgumentShapeError where widths or batches differ, ArgumentError where tokens' heads do not divide each's.
     """
     rows = tokens.keys(where=lambda entry, token: token // rate == entry)
     return weights(where(key // rate == pos, each, 0.0)) @ rows.k
@@ -125,15 +125,23 @@ def compress(
     output: Array | None = None,
     target: str | None = None,
 ) -> Torch:
-    """The entries that this call's tokens close, before their norm, and rotation at token entry * rate (DeepSeek-V4).
+    """The entries that this call's tokens close, before their norm and rotation (DeepSeek-V4).
 
-    tokens          one layer of what tokens leave for compression: gates as keys, rows as values, one head; its lengths
-                    count all tokens, this call's among them. Windows that are closed twice over are not read again
-    entries         one layer of where entries are stored, one head of dim; its lengths count those before this call
+        closed = closed_windows(tokens.cache_lengths, input_row_offsets, rate)
+        tokens.append(layer, gates, rows, input_row_offsets)
+        made = compress(tokens.advance(input_row_offsets).layer(layer), entries.layer(layer), closed, position_bias)
+        entries.append(layer, rotated_as_token(norm(made), entry * rate), None, closed)
+
+    tokens          what tokens leave to be compressed: gates as keys and rows as values, one head; its lengths count
+                    all tokens, this call's among them. Pages before the windows being closed, and with overlap the one
+                    before those, may be gone
+    entries         where entries are stored, one head of dim; its lengths count those before this call
     entry_offsets   [batch + 1], of `closed_windows`
-    position_bias   [rate, dim], or [rate, 2 * dim] for windows that overlap: the half for the next window's entry, then
-                    the half for their own, as gates and rows have them
+    position_bias   [rate, dim]; [rate, 2 * dim] for windows that overlap, whose gates and rows are as wide: first the
+                    half for the entry of the next window, then the half for their own
     output          buffer [entries, dim]; without one, entry_offsets are read, which waits for a device
+
+    An indexer reads its keys from `entries.advance(closed).with_lengths(tokens.cache_lengths)`, with kpool rate.
 
     Returns [entries, dim], float32 unless the buffer is not. Raises the `Argument*` errors.
     """

@@ -37,8 +37,8 @@ def indexer(
 ):
     """The keys with the largest sum over heads of weight * relu(<q, k>), or of weight * <q, k>.
 
-    With relu: DeepSeek-V3.2 and V4 in 16 or 32 bits (weights times their scales), Qwen's over mean keys (no weights,
-    `pool_means`). Without: Qwen's in attention-gym.
+    With relu: DeepSeek-V3.2 and V4 in 16 or 32 bits (weights times the scales), and Qwen4's over the means of blocks
+    (no weights, `pool_means`). Without: Qwen's as attention-gym's pull request 449 tells it.
 
     q           [rows, heads, depth]
     weights     [rows, heads], float32, any sign; None weighs all heads alike
@@ -47,7 +47,7 @@ def indexer(
     kpool       tokens of a key, which is a candidate once its last token is visible
     rectify     False leaves out the relu
     Returns out [rows, top_k] int32: best first, equal ones by position, then -1.
-    Raises ArgumentShapeError where widths, head counts or batches differ.
+    Raises ArgumentShapeError where widths, heads or batches differ, ArgumentError for keys of several heads.
     """
     found = keys.keys(where=lambda query, key: key <= query, pool=kpool)
     return topk(_score(q, weights, found.k, rectify), top_k)
@@ -100,7 +100,8 @@ def indexer_in_blocks(
     """Second level: `indexer` over the keys of listed blocks.
 
     q, weights, keys, top_k, kpool, rectify     as there
-    chosen      [rows, slots] int32: blocks, of any layer's first level; negative is unused, wherever it stands
+    chosen      [rows, slots] int32: blocks, of any layer's first level. Negative is unused, wherever it stands; a block
+                listed twice gives its keys twice
     block       keys of a block
     Returns out [rows, top_k] int32: best first, equal ones as the list has them, then -1.
     Raises as indexer.

@@ -142,8 +142,9 @@ def deepseek_v4_leaves(
     data, page_size = _bytes(name, pool), expect_int(name, "page_size", page_size, POSITIVE)
     expect_shape(name, "pool", data, pages=None, bytes=range(584 * page_size, 1 << 62))
     _expect_aligned(name, data, 2)
-    rows = data[:, : 576 * page_size].view(-1, page_size, 1, 576)
-    exponents = data[:, 576 * page_size : 584 * page_size].view(-1, page_size, 1, 8)[..., :7]
+    pages, end = len(data), 576 * page_size
+    rows = data[:, :end].view(pages, page_size, 1, 576)
+    exponents = data[:, end : 584 * page_size].view(pages, page_size, 1, 8)[..., :7]
     scales = exponents.view(torch.float8_e8m0fnu).to(torch.float32)
     latents, tails = rows[..., :448].view(torch.float8_e4m3fn), rows[..., 448:].view(torch.bfloat16)
     return _leaves(latents, scales, 64, tails, lookup_table, cache_lengths)

@@ -27,7 +27,7 @@ def page_bounds(one: Rows["head", f32], pages: Paged["dim"], kv: Paged["dim"], *
     kv          keys of tokens; its lengths count all tokens, this call's among them
     block       tokens of a page
     Returns greatest and least [pages, kv_heads, dim].
-    Raises ArgumentShapeError where widths, head counts or batches differ.
+    Raises ArgumentShapeError where widths or batches differ, ArgumentError where kv's heads do not divide one's.
     """
     keys = kv.keys(where=lambda page, token: token // block == page)
     return {"greatest": max(keys.k * one, over="key"), "least": -max(-keys.k * one, over="key")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf, log
 from typing import Any
 
@@ -209,6 +210,18 @@ def test_first_keys_and_window() -> None:
     far = run("first_keys_and_window_attention", equal_scores([float(n) for n in range(9)]), ONE, first=2, window=3)
     near = run("first_keys_and_window_attention", equal_scores([0.0, 1.0, 2.0, 3.0]), ONE, first=2, window=3)
     assert [far.item(), near.item()] == pytest.approx([(0 + 1 + 6 + 7 + 8) / 5, 6 / 4])
+
+
+def test_pages_between_are_not_read() -> None:
+    """First keys and a window: what lies between them may be gone."""
+    q, k, v = normal(2, 4, 8), normal(40, 2, 8), normal(40, 2, 8, seed=1)
+    leaf = leaf_of([k], [v], [2], page_size=4)
+    arguments = {"q": q, "cache": leaf, "scale": 0.5}
+    whole = run("first_keys_and_window_attention", arguments, offsets_of([2]), first=3, window=6)
+    gone = leaf.lookup_table.clone()
+    gone[0, 1:8] = -1
+    arguments["cache"] = replace(leaf, lookup_table=gone)
+    assert torch.equal(run("first_keys_and_window_attention", arguments, offsets_of([2]), first=3, window=6), whole)
 
 
 def test_softcap_saturates() -> None:
