@@ -116,8 +116,7 @@ def bind(
         leaf = names.get(next(iter(leaves)), next(iter(leaves)))
         expected = f"1: output {output!r} has no head axis, and depends on the key-value head"
         raise ArgumentError(op=op, argument=leaf, got=f"has {kv_heads} key-value heads", expected=expected)
-    rows = {a for p in spec.params if p.kind is ParamKind.PAGED for a in (*p.axes, *p.value_axes)}
-    static = {a: n for a, n in sizes.of.items() if a in spec.tile_axes | rows} | {"head": heads}
+    static = {a: n for a, n in sizes.of.items() if a in spec.static_axes} | {"head": heads}
     for axis, size in spec.fixed_sizes.items():
         sizes.agree(op, (axis,), (size,))
         static[axis] = size

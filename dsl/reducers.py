@@ -247,8 +247,8 @@ def max(x: Operand, *, over: str) -> Value:
 def topk(scores: Operand, k: int) -> Value:
     """Indices of the k best keys that a row sees, int32, along a new axis "rank"; -1 past the last candidate.
 
-    Descending score, equal scores by ascending key, NaN last. A range's index is its key, a list's the listed entry.
-    k is not limited.
+    Descending score, equal scores by ascending key, NaN last. A range's index is its key, a list's the listed entry,
+    with ties by slot. k is not limited.
     """
     return topk_with_values(scores, k)[1]
 

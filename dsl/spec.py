@@ -226,6 +226,12 @@ class Spec:
         return next((n for n, e in self.outputs if "head" not in e.axes and any(map(depends, walk(e)))), None)
 
     @cached_property
+    def static_axes(self) -> frozenset[str]:
+        """Axes whose sizes are compiled in: those of tiles, and of rows of caches."""
+        rows = {a for p in self.params if p.kind is ParamKind.PAGED for a in (*p.axes, *p.value_axes)}
+        return self.tile_axes | rows
+
+    @cached_property
     def fingerprint(self) -> str:
         """Depends only on what the operator means: not on comments, names of locals, files, or its own name."""
         from .fingerprint import fingerprint

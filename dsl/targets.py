@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from .errors import UnknownTarget
@@ -36,6 +37,16 @@ def default_schedule(target: Target, spec: Spec, binding: Binding, rows: int, ba
         return Schedule(rows=1, keys=4096)
     if spec.selects:  # a tile holds scores of all heads, and keys are decoded once per row tile
         return Schedule(rows=min(32, mean), keys=512)
+    if (width := _score_width(spec, binding)) > 16:  # a score for each feature: far fewer points make a tile
+        few = min(4, mean)
+        return Schedule(rows=few, keys=max(8, min(128, (1 << 18) // (few * width))))
     if mean <= 4:
         return Schedule(rows=mean, keys=512)
     return Schedule(rows=min(128, mean))
+
+
+def _score_width(spec: Spec, binding: Binding) -> int:
+    """Features that something has for every row and key."""
+    per_key = [e for e in spec.nodes if "key" in e.axes and ("row" in e.axes or "head" in e.axes)]
+    features = [[a for a in e.axes if a not in ("row", "head", "key")] for e in per_key]
+    return max((math.prod(binding.size(a) for a in axes) for axes in features), default=1)

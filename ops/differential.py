@@ -27,7 +27,7 @@ def differential_attention(
     scale               on both scores; half ** -0.5 in the paper
     half                width of one query
     Returns out [rows, heads, value_dim], before the paper's norm per head and factor 1 - lambda_init.
-    Raises ArgumentShapeError where a query is not `half` wide, or heads of queries, cache and weight differ.
+    Raises ArgumentShapeError where a query is not `half` wide or heads differ, AxisMismatch for keys under 2 * half.
     """
     keys = cache.keys(where=lambda query, key: key <= query)
     first = softmax(dot(q_first, keys.k.slice("half", 0, half)) * scale) @ keys.v

@@ -28,7 +28,7 @@ def mla_attention(
     scale           on scores; usually (dimension before absorption + rope) ** -0.5
     latent, rope    widths of the two parts
     Returns out [rows, heads, latent], with_lse also lse [rows, heads], natural log.
-    Raises ArgumentShapeError where q_nope or q_rope is not as wide as its part, or the cache narrower than both.
+    Raises ArgumentShapeError where a query is not as wide as its part, AxisMismatch for rows narrower than both parts.
     """
     keys = cache.keys(where=lambda query, key: key <= query)
     c = keys.k.slice("latent", 0, latent)
@@ -54,7 +54,8 @@ def mla_sparse_attention(
     cache       keys alone, one head of dim, whose first `latent` elements are the value
     scale       on scores
     Returns out [rows, heads, latent], with_lse also lse [rows, heads], natural log. A row that lists nothing: 0, -inf.
-    Raises ArgumentShapeError where widths differ; ArgumentValueError for a position past the cache (CPU tensors).
+    Raises ArgumentShapeError where widths differ, AxisMismatch for rows narrower than `latent`, ArgumentValueError for
+    a position past the cache (CPU tensors).
     """
     keys = cache.entries(indices)
     out = softmax(dot(q, keys) * scale) @ keys.k.slice("latent", 0, latent)

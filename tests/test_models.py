@@ -17,8 +17,8 @@ from tilewright.demo import compressor, deepseek_v4, deepseek_v32, indexing, ser
 from tilewright.demo.compressor import RaggedCompressor
 from tilewright.demo.deepseek_v4 import check_deepseek_v4, closed_entries, tiny_deepseek_v4
 from tilewright.demo.deepseek_v32 import check_deepseek_v32, tiny_deepseek_v32
-from tilewright.demo.key_pages import KeyPages
-from tilewright.demo.model import ModelCheck
+from tilewright.demo.page_pool import PagePool
+from tilewright.demo.serving import ModelCheck
 
 CHECKS: dict[str, Callable[..., ModelCheck]] = {"v4": check_deepseek_v4, "v32": check_deepseek_v32}
 
@@ -211,22 +211,24 @@ def test_closed_entries() -> None:
     assert listed.tolist() == [[-1, -1], [0, -1], [0, 1], [0, 1], [-1, -1]]
 
 
-def test_key_pages() -> None:
+@pytest.mark.parametrize("values", [False, True])
+def test_page_pool(values: bool) -> None:
     """Rows of several calls are found by their positions, in the layer they were stored in."""
-    pages = KeyPages(2, 7, 2, 4, page_size=3)
-    first, second = torch.randn(3, 4), torch.randn(4, 4)
-    pages.begin([2, 1])
-    pages.append(1, first)
-    assert pages.positions.tolist() == [0, 1, 0]
-    assert (pages.before.cache_lengths.tolist(), pages.after.cache_lengths.tolist()) == ([0, 0], [2, 1])
-    pages.end()
-    pages.begin([4, 0])
-    pages.append(1, second)
-    assert pages.positions.tolist() == [2, 3, 4, 5]
-    leaf = pages.after.layer(1)
+    pool = PagePool(2, 7, 2, 4, page_size=3, heads=2, values=values)
+    first, second = torch.randn(3, 2, 4), torch.randn(4, 2, 4)
+    pool.begin([2, 1])
+    pool.append(1, first, -first if values else None)
+    assert pool.positions.tolist() == [0, 1, 0]
+    assert (pool.before.cache_lengths.tolist(), pool.after.cache_lengths.tolist()) == ([0, 0], [2, 1])
+    pool.end()
+    pool.begin([4, 0])
+    pool.append(1, second, -second if values else None)
+    assert pool.positions.tolist() == [2, 3, 4, 5]
+    leaf = pool.after.layer(1)
     assert leaf.cache_lengths.tolist() == [6, 1]
     at = torch.arange(6)
-    stored = leaf.keys[leaf.lookup_table[0, at // 3], at % 3, 0]
-    assert torch.equal(stored, torch.cat([first[:2], second]))
-    assert pages.after.layer(0).keys.isnan().all()
-    assert pages.counting(torch.tensor([40, 50])).cache_lengths.tolist() == [40, 50]
+    where = leaf.lookup_table[0, at // 3], at % 3
+    assert torch.equal(leaf.keys[where], torch.cat([first[:2], second]))
+    assert (leaf.values is not None) == values
+    assert leaf.values is None or torch.equal(leaf.values[where], -leaf.keys[where])
+    assert pool.after.layer(0).keys.isnan().all()

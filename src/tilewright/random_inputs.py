@@ -172,8 +172,7 @@ def binding_of(spec: Spec, sizes: Sizes) -> Binding:
     dtypes = {p.name: _dtype(p, sizes) for p in spec.params if p.kind is ParamKind.TENSOR}
     dtypes |= {n: e.dtype for n, e in spec.outputs}
     leaves = {p.name: _leaf_binding(p, spec, sizes, size) for p in spec.params if p.kind is ParamKind.PAGED}
-    static = {a: n for a, n in size.items() if a in spec.tile_axes} | {"head": size["head"]}
-    static |= {s.rank: s.k for s in spec.selects}
+    static = {a: n for a, n in size.items() if a in spec.static_axes} | {"head": size["head"], **spec.fixed_sizes}
     ordered = sorted(dtypes.items(), key=lambda d: d[0])
     return Binding(tuple(sorted(static.items())), tuple(ordered), tuple(leaves.items()))
 

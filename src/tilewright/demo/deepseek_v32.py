@@ -10,7 +10,7 @@ the indexer and the attention.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,21 @@ from torch import Tensor
 from tilewright.ops.latent_attention import latent_sparse_attention_ragged_paged
 
 from .indexing import as_float8, best_keys
-from .key_pages import KeyPages
-from .model import CHUNK, PROMPTS, STEPS, VOCABULARY, ModelCheck, load_transformers, prompts
-from .serving import compare, redraw, replaced, serve
+from .page_pool import PagePool
+from .serving import (
+    CHUNK,
+    NO_MASK,
+    PROMPTS,
+    STEPS,
+    VOCABULARY,
+    ModelCheck,
+    compare,
+    load_transformers,
+    prompts,
+    redraw,
+    replaced,
+    serve,
+)
 
 TOP_K = 6
 
@@ -53,13 +65,16 @@ class Caches:
         """Room for `longest` tokens of each request. page_sizes: of latent rows, of indexer keys."""
         layers, width = config.num_hidden_layers, config.kv_lora_rank + config.qk_rope_head_dim
         dtype = torch.float8_e4m3fn if float8 else torch.float32
-        self.latent = KeyPages(requests, longest, layers, width, page_size=page_sizes[0])
-        self.index = KeyPages(requests, longest, layers, config.index_head_dim, page_size=page_sizes[1], dtype=dtype)
+        self.latent = PagePool(requests, longest, layers, width, page_size=page_sizes[0])
+        self.index = PagePool(requests, longest, layers, config.index_head_dim, page_size=page_sizes[1], dtype=dtype)
 
     def begin(self, counts: Sequence[int]) -> Tensor:
         self.latent.begin(counts)
         self.index.begin(counts)
         return self.latent.positions
+
+    def keywords(self) -> Mapping[str, Any]:
+        return NO_MASK
 
     def end(self) -> None:
         self.latent.end()
@@ -79,9 +94,9 @@ class Attention:
         m, caches, layer = self.module, self.caches, self.module.layer_idx
         low = m.q_a_layernorm(m.q_a_proj(hidden_states))
         q, row = self._latent(hidden_states, low, *position_embeddings)
-        caches.latent.append(layer, row)
+        caches.latent.append(layer, row[:, None])
         q_index, key, weights = indexer_inputs(m.indexer, hidden_states, low, *position_embeddings)
-        caches.index.append(layer, key[0])
+        caches.index.append(layer, key[0][:, None])
         offsets = caches.latent.offsets
         lengths = caches.latent.before.cache_lengths
         listed = best_keys(q_index[0], weights[0], offsets, caches.index, layer, lengths, top_k=m.indexer.index_topk)

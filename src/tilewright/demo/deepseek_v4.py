@@ -10,7 +10,7 @@ keys, the compressors' bookkeeping, the indexer and the attention.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,14 +21,27 @@ from tilewright.ops.latent_attention import latent_sparse_attention_ragged_paged
 
 from .compressor import RaggedCompressor, rotated
 from .indexing import as_float8, best_keys
-from .key_pages import KeyPages
-from .model import CHUNK, PROMPTS, STEPS, VOCABULARY, ModelCheck, load_transformers, prompts
-from .serving import compare, redraw, replaced, serve
+from .page_pool import PagePool
+from .serving import (
+    CHUNK,
+    NO_MASK,
+    PROMPTS,
+    STEPS,
+    VOCABULARY,
+    ModelCheck,
+    compare,
+    load_transformers,
+    prompts,
+    redraw,
+    replaced,
+    serve,
+)
 
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 RATES = {SPARSE: 4, HEAVY: 8}  # tokens of an entry
 WINDOW = 6
 TOP_K = 3
+PAGE_SIZES = (5, 3)  # of tokens, of entries
 
 
 def tiny_deepseek_v4(seed: int = 0) -> Any:
@@ -62,12 +75,12 @@ class Caches:
     def __init__(self, config: Any, requests: int, longest: int, page_sizes: tuple[int, int], float8: bool) -> None:
         """Room for `longest` tokens of each request. page_sizes: of tokens, of entries."""
         kinds, dim, rates = config.layer_types, config.head_dim, config.compress_rates
-        self.tokens = KeyPages(requests, longest, len(kinds), dim, page_size=page_sizes[0])
+        self.tokens = PagePool(requests, longest, len(kinds), dim, page_size=page_sizes[0])
         self.entries = {
-            kind: KeyPages(requests, longest // rate, kinds.count(kind), dim, page_size=page_sizes[1])
+            kind: PagePool(requests, longest // rate, kinds.count(kind), dim, page_size=page_sizes[1])
             for kind, rate in rates.items()
         }
-        self.index = KeyPages(
+        self.index = PagePool(
             requests, longest // rates[SPARSE], kinds.count(SPARSE), config.index_head_dim,
             page_size=page_sizes[1], dtype=torch.float8_e4m3fn if float8 else torch.float32,
         )  # fmt: skip
@@ -79,6 +92,9 @@ class Caches:
         for pages, rate in self._paced:
             pages.begin([(s + n) // rate - s // rate for s, n in zip(starts, counts, strict=True)])
         return self.tokens.positions
+
+    def keywords(self) -> Mapping[str, Any]:
+        return NO_MASK
 
     def end(self) -> None:
         for pages in (self.tokens, *(pages for pages, _ in self._paced)):
@@ -100,7 +116,7 @@ class Attention:
         low = m.q_a_norm(m.q_a_proj(hidden_states))
         q = rotated(m.q_b_norm(_heads(m.q_b_proj(low), m.head_dim)), cos, sin)
         row = rotated(m.kv_norm(m.kv_proj(hidden_states))[:, None], cos, sin)
-        tokens.append(m.layer_idx, row[0, 0])
+        tokens.append(m.layer_idx, row[0].transpose(0, 1))
         window = tokens.before.layer(m.layer_idx)
         listed, entries = self.entries(hidden_states, low, window)
         out = latent_sparse_attention_ragged_paged(
@@ -126,7 +142,7 @@ class HeavilyCompressed(Attention):
         self.pages = caches.entries[module.layer_type]
 
     def entries(self, hidden: Tensor, low: Tensor, window: PagedLeaf) -> tuple[Tensor, PagedLeaf]:
-        self.pages.append(self.layer, self.compressor(hidden[0], self.caches.tokens.offsets))
+        self.pages.append(self.layer, self.compressor(hidden[0], self.caches.tokens.offsets)[:, None])
         return self.listed(hidden, low), self.pages.after.layer(self.layer)
 
     def listed(self, hidden: Tensor, low: Tensor) -> Tensor:
@@ -142,7 +158,7 @@ class CompressedSparse(HeavilyCompressed):
 
     def listed(self, hidden: Tensor, low: Tensor) -> Tensor:
         tokens, index, indexer = self.caches.tokens, self.caches.index, self.module.compressor.indexer
-        index.append(self.layer, self.index_compressor(hidden[0], tokens.offsets))
+        index.append(self.layer, self.index_compressor(hidden[0], tokens.offsets)[:, None])
         cos, sin = indexer.rotary_emb(hidden, position_ids=tokens.positions[None], layer_type=indexer.rope_layer_type)
         q = rotated(_heads(indexer.q_b_proj(low), indexer.head_dim), cos, sin)
         scorer = indexer.scorer
@@ -173,7 +189,7 @@ def closed_entries(positions: Tensor, rate: int) -> Tensor:
 
 def check_deepseek_v4(
     lengths: Sequence[int] = PROMPTS, *, seed: int = 0, steps: int = STEPS, chunk: int = CHUNK,
-    page_sizes: tuple[int, int] = (5, 3), float8: bool = False,
+    page_sizes: tuple[int, int] = PAGE_SIZES, float8: bool = False,
 ) -> ModelCheck:  # fmt: skip
     """Serve prompts of these lengths and compare every logit and token with the model's eager attention.
 

@@ -3,15 +3,16 @@
 # Axis names stand in subscripts of annotations, which checkers take for types.
 """The keys that an indexer picks for each row: by the published operator in float8, by its like here in float32."""
 
+import torch
 from torch import Tensor
 
 from tilewright.codegen_cache.launch import run
 from tilewright.dsl import Const, Paged, Rows, dot, f32, op, sum, topk
 from tilewright.dsl.value import relu
-from tilewright.ops.cache_append import quantize
+from tilewright.ops import quantize
 from tilewright.ops.indexer import mla_indexer_ragged_float8_paged
 
-from .key_pages import KeyPages
+from .page_pool import PagePool
 
 
 @op
@@ -23,7 +24,7 @@ def float32_indexer(
 
 
 def best_keys(
-    q: Tensor, q_s: Tensor, offsets: Tensor, keys: KeyPages, layer: int, lengths: Tensor, *, top_k: int, kpool: int = 1
+    q: Tensor, q_s: Tensor, offsets: Tensor, keys: PagePool, layer: int, lengths: Tensor, *, top_k: int, kpool: int = 1
 ) -> Tensor:
     """int32 [rows, top_k]: the keys (pools of `kpool` tokens) of the best scores of each row, then -1.
 
@@ -32,8 +33,8 @@ def best_keys(
     offsets     [requests + 1]: rows of each request
     lengths     [requests]: tokens before this call, whatever `keys` counts
     """
-    cache = keys.counting(lengths)
-    if keys.float8:
+    cache = keys.before.with_lengths(lengths)
+    if cache.dtype == torch.float8_e4m3fn:
         stored, scale = quantize(q, q.shape[2])
         q_s = q_s * scale[..., 0]
         return mla_indexer_ragged_float8_paged(stored, q_s, offsets, cache, layer, top_k=top_k, kpool=kpool)

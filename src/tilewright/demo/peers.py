@@ -104,6 +104,59 @@ def eager_softcap_alibi(inputs: Inputs) -> Peer:
     return run
 
 
+def latent_attention(inputs: Inputs) -> Peer:
+    """Latent sparse attention in plain operations: no two rows have the same listed keys."""
+    q, indices, sink, recent, listed = (inputs.arguments[n] for n in LATENT)
+    scale, window = float(str(inputs.arguments["scale"])), int(str(inputs.constants["window"]))
+    assert isinstance(q, Tensor)
+    assert isinstance(indices, Tensor)
+    assert isinstance(sink, Tensor)
+    assert isinstance(recent, PagedLeaf)
+    assert isinstance(listed, PagedLeaf)
+    every = sequences(inputs, recent, lambda query, key: (key <= query) & (query - key < window))
+    biases = [s.bias.transpose(0, 1) for s in every]
+    pool, table, page = listed.keys.flatten(0, 2), listed.lookup_table.long(), listed.page_size
+
+    def run() -> list[Tensor]:
+        out: list[Tensor] = []
+        for b, (s, bias) in enumerate(zip(every, biases, strict=True)):
+            rows, entry = q[s.rows] * scale, indices[s.rows].long()
+            unused, entry = entry < 0, entry.clamp(min=0)
+            near, far = gathered(s, recent.keys, None, q.dtype)[0], pool[table[b][entry // page] * page + entry % page]
+            scores = [rows @ near.T + bias, (rows @ far.transpose(1, 2)).masked_fill_(unused[:, None], -torch.inf)]
+            p = torch.cat([*scores, sink[None, :, None].expand(len(rows), -1, 1)], -1).softmax(-1)
+            out.append(p[..., : len(near)] @ near + p[..., len(near) : -1] @ far)
+        return out
+
+    return run
+
+
+LATENT = ("q", "comp_indices", "attn_sink", "swa_cache", "comp_cache")
+
+
+def indexer(inputs: Inputs) -> Peer:
+    """The float8 indexer in plain operations: scores in float32, then torch.topk."""
+    q, weights, leaf = (inputs.arguments[n] for n in ("q", "q_s", "k"))
+    top_k = int(str(inputs.constants["top_k"]))
+    assert isinstance(q, Tensor)
+    assert isinstance(weights, Tensor)
+    assert isinstance(leaf, PagedLeaf)
+    every = sequences(inputs, leaf, lambda query, key: key <= query)
+
+    def run() -> list[Tensor]:
+        out: list[Tensor] = []
+        for s in every:
+            keys = gathered(s, leaf.keys, leaf.key_scales, torch.float32)[0]
+            products = (q[s.rows].float() @ keys.T).relu_()
+            scores = (weights[s.rows][:, None] @ products)[:, 0] + s.bias[0]
+            best = scores.topk(min(top_k, scores.shape[1]), -1)
+            picked = best.indices.masked_fill(best.values == -torch.inf, -1)
+            out.append(pad(picked, (0, top_k - picked.shape[1]), value=-1))
+        return out
+
+    return run
+
+
 def _with_sink(s: Sequence, sink: Tensor) -> Sequence:
     column = sink.float()[:, None, None].expand(*s.bias.shape[:2], 1)
     return replace(s, bias=torch.cat([s.bias, column], -1))

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import importlib
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from .model import CHUNK, STEPS, ModelCheck, Served
+from tilewright.commands.errors import NotInstalled
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+PROMPTS = (40, 7, 1, 23)  # tokens of each request
+STEPS = 16  # tokens decoded for each
+CHUNK = 9  # prompt tokens of a request in one call, at most
+VOCABULARY = 97
+TOLERANCE = 2e-5  # of float32 logits of size 5, over three or four layers
+
+# A keyword: a mask that is made already, and that nobody reads. Else a DeepSeek makes a dense one of all rows.
+NO_MASK: Mapping[str, Any] = {"attention_mask": {"indexed_attention": None}}
 
 
 class State(Protocol):
@@ -18,11 +34,57 @@ class State(Protocol):
     def begin(self, counts: Sequence[int]) -> Tensor:
         """A call with so many new tokens of each request; the position in its request of each, [rows]."""
 
+    def keywords(self) -> Mapping[str, Any]:
+        """What else the model is given in this call."""
+
     def end(self) -> None:
         """The call is over: its tokens count as stored."""
 
 
+@dataclass
+class Served:
+    """Per request: decoded tokens, and the logits [vocabulary] that each was chosen by. How many calls that took."""
+
+    tokens: list[list[int]]
+    logits: list[list[Tensor]]
+    calls: int = 0
+    mixed: int = 0  # calls that held prompt rows and decode rows at once
+    rows: int = 0
+
+
+@dataclass(frozen=True)
+class ModelCheck:
+    """What serving gave, against the model's eager attention over each whole sequence, without a cache."""
+
+    prompts: tuple[int, ...]  # tokens of each
+    served: Served
+    worst: float  # largest difference of a logit
+    largest: float  # largest logit
+    same_tokens: bool
+    tolerance: float = TOLERANCE
+
+    @property
+    def same_logits(self) -> bool:
+        return self.worst <= self.tolerance  # false for NaN as well
+
+    @property
+    def ok(self) -> bool:
+        return self.same_tokens and self.same_logits
+
+
 # ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def load_transformers() -> ModuleType:
+    """transformers, silent and offline. Raises NotInstalled, which says how to install it."""
+    if importlib.util.find_spec("transformers") is None:
+        raise NotInstalled(what="the demo's model", package="transformers", extra="models")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    transformers = importlib.import_module("transformers")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
 
 
 def redraw(model: Any, seed: int) -> Any:
@@ -53,6 +115,12 @@ def replaced(forwards: Sequence[tuple[Any, Any]]) -> Iterator[None]:
     finally:
         for module, _ in forwards:
             del module.forward
+
+
+def prompts(lengths: Sequence[int] = PROMPTS) -> list[list[int]]:
+    """Random token ids, the same every time."""
+    made = [torch.randint(2, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
+    return [p.tolist() for p in made]
 
 
 # ---- serving ---------------------------------------------------------------------------------------------------------
@@ -87,11 +155,10 @@ def _call(model: Any, state: State, taken: Sequence[Sequence[int]]) -> list[Tens
     """One call on the new tokens of every request, some of which may have none; logits of each one's last row."""
     counts = [len(t) for t in taken]
     ids = [t for rows in taken for t in rows]
-    # A mask that is made already, and that nobody reads: else the model makes a dense one of all rows.
+    positions = state.begin(counts)
     logits = model(
-        input_ids=torch.tensor([ids]), position_ids=state.begin(counts)[None], use_cache=False,
-        attention_mask={"indexed_attention": None},
-    ).logits[0]  # fmt: skip
+        input_ids=torch.tensor([ids]), position_ids=positions[None], use_cache=False, **state.keywords()
+    ).logits[0]
     state.end()
     ends = torch.tensor(counts).cumsum(0).tolist()
     return [logits[end - 1] for end in ends]
@@ -113,4 +180,4 @@ def compare(model: Any, requests: Sequence[Sequence[int]], served: Served) -> Mo
         difference = float((torch.stack(logits) - want).abs().max())
         worst = difference if difference != difference else max(worst, difference)
         largest = max(largest, float(want.abs().max()))
-    return ModelCheck(served, worst, largest, same, prompts=tuple(map(len, requests)))
+    return ModelCheck(tuple(map(len, requests)), served, worst, largest, same)
