@@ -72,6 +72,13 @@ class _Sizes:
                 raise ArgumentShapeError(op=self._op, argument=argument, got=list(shape), expected=expected)
             self._by.setdefault(axis, argument)
 
+    def expect(self, axis: str, size: int) -> None:
+        """A size that the operator itself gives to an axis."""
+        if self.of.get(axis, size) != size:
+            expected = f"{axis}={size}, as the operator slices rows"
+            got = f"{axis}={self.of[axis]}"
+            raise ArgumentShapeError(op=self._op, argument=self._by[axis], got=got, expected=expected)
+
 
 def bind(
     op: str,
@@ -118,7 +125,7 @@ def bind(
         raise ArgumentError(op=op, argument=leaf, got=f"has {kv_heads} key-value heads", expected=expected)
     static = {a: n for a, n in sizes.of.items() if a in spec.static_axes} | {"head": heads}
     for axis, size in spec.fixed_sizes.items():
-        sizes.agree(op, (axis,), (size,))
+        sizes.expect(axis, size)
         static[axis] = size
     binding = Binding(
         tuple(sorted(static.items())), tuple(sorted(dtypes.items(), key=lambda d: d[0])), tuple(leaves.items())

@@ -138,6 +138,9 @@ def _trace(op: str, operator: Operator, arguments: Mapping[str, object], constan
     for n in runtime:
         if n not in optional and arguments.get(n) is None:
             raise ArgumentError(op=op, argument=n, got="is missing", expected="a value")
+    for n in constants:
+        if n in runtime:
+            raise ArgumentError(op=op, argument=n, got="is given as a constant", expected="a run-time argument")
     for n in arguments:
         if n not in runtime:
             raise ArgumentError(op=op, argument=n, got="is not a parameter", expected=f"one of {', '.join(runtime)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from collections.abc import Callable
-from itertools import islice, pairwise
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tilewright.demo import compressor, deepseek_v4, deepseek_v32, indexing, serving
-from tilewright.demo.compressor import RaggedCompressor
-from tilewright.demo.deepseek_v4 import check_deepseek_v4, closed_entries, tiny_deepseek_v4
+from tilewright.demo.compressor import CompressedPages
+from tilewright.demo.deepseek_v4 import check_deepseek_v4, tiny_deepseek_v4
 from tilewright.demo.deepseek_v32 import check_deepseek_v32, tiny_deepseek_v32
 from tilewright.demo.page_pool import PagePool
 from tilewright.demo.serving import ModelCheck
@@ -106,13 +106,22 @@ class OneEntryLess:
     def __init__(self) -> None:
         self.dropped = 0
 
-    def __call__(self, listed: Tensor) -> Tensor:
-        at = (listed >= 0).nonzero()
-        if self.dropped or not len(at):
+    def __call__(self, listed: Tensor | None) -> Tensor | None:
+        if listed is None or self.dropped or not len(at := (listed >= 0).nonzero()):
             return listed
         self.dropped, listed = 1, listed.clone()
         listed[tuple(at[-1])] = -1
         return listed
+
+
+def inside(name: str, change: Callable[[], Callable[[Any], Any]]) -> Callable[[], Callable[[Any], Any]]:
+    """The change of one value of an argument that is a dict, where it has the name."""
+
+    def make() -> Callable[[Any], Any]:
+        f = change()
+        return lambda values: {n: f(v) if n == name else v for n, v in values.items()}
+
+    return make
 
 
 def without_turned_part(q: Tensor) -> Tensor:
@@ -128,22 +137,23 @@ FAULTS: dict[str, tuple[str, ModuleType | type, str, dict[str, Callable[[], Call
     "sink": ("v4", deepseek_v4, ATTENTION, {"attn_sink": lambda: lambda sink: None}),
     "window": ("v4", deepseek_v4, ATTENTION, {"window": lambda: lambda window: window + 1}),
     "one-entry": ("v4", deepseek_v4, ATTENTION, {"comp_indices": OneEntryLess}),
-    "entry-late": ("v4", deepseek_v4, "closed_entries", {"positions": lambda: lambda positions: positions - 1}),
+    "heavy-sink": ("v4", deepseek_v4, "run", {"arguments": inside("sink", lambda: torch.abs)}),
+    "heavy-window": ("v4", deepseek_v4, "run", {"constants": inside("window", lambda: lambda window: window + 1)}),
+    "entry-late": ("v4", deepseek_v4, "run", {"constants": inside("rate", lambda: lambda rate: rate + 1)}),
     "picked-late": ("v4", deepseek_v4, "best_keys", {"lengths": lambda: lambda lengths: (lengths - 1).clamp(0)}),
     "one-pick-less": ("v4", deepseek_v4, "best_keys", {"top_k": lambda: lambda k: k - 1}),
-    "head-weights": ("v4", deepseek_v4, "best_keys", {"q_s": lambda: torch.abs}),
+    "head-weights": ("v4", deepseek_v4, "best_keys", {"weights": lambda: torch.abs}),
     "rotation": ("v4", deepseek_v4, "rotated", {"sin": lambda: torch.abs}),
     "entry-rotation": ("v4", compressor, "rotated", {"sin": lambda: torch.abs}),
-    "entry-weights": ("v4", RaggedCompressor, "_close", {"gate": lambda: torch.zeros_like}),
+    "entry-weights": ("v4", compressor, "compress", {"position_bias": lambda: torch.zeros_like}),
     "float8-nothing": ("v4-float8", indexing, FLOAT8, {}),
     "float8-scales": ("v4-float8", indexing, FLOAT8, {"q_s": lambda: torch.sign}),
-    "v32-nothing": ("v32", deepseek_v32, ATTENTION, {}),
-    "v32-one-key": ("v32", deepseek_v32, ATTENTION, {"comp_indices": OneEntryLess}),
-    "v32-scale": ("v32", deepseek_v32, ATTENTION, {"scale": lambda: lambda scale: scale * 1.001}),
-    "v32-turned-part": ("v32", deepseek_v32, ATTENTION, {"q": lambda: without_turned_part}),
-    "v32-a-sink": ("v32", deepseek_v32, ATTENTION, {"attn_sink": lambda: lambda none: torch.zeros(4)}),
+    "v32-nothing": ("v32", deepseek_v32, "run", {}),
+    "v32-one-key": ("v32", deepseek_v32, "run", {"arguments": inside("indices", OneEntryLess)}),
+    "v32-scale": ("v32", deepseek_v32, "run", {"arguments": inside("scale", lambda: lambda scale: scale * 1.001)}),
+    "v32-turned-part": ("v32", deepseek_v32, "run", {"arguments": inside("q", lambda: without_turned_part)}),
     "v32-one-pick-less": ("v32", deepseek_v32, "best_keys", {"top_k": lambda: lambda k: k - 1}),
-    "v32-head-weights": ("v32", deepseek_v32, "best_keys", {"q_s": lambda: torch.abs}),
+    "v32-head-weights": ("v32", deepseek_v32, "best_keys", {"weights": lambda: torch.abs}),
     "v32-float8-scales": ("v32-float8", indexing, FLOAT8, {"q_s": lambda: torch.sign}),
 }
 
@@ -174,20 +184,19 @@ def test_compressor_over_ragged_rows(which: str) -> None:
     layer, rate = (2, 8) if which == "heavy" else (1, 4)
     module = model.model.layers[layer].self_attn.compressor
     requests = [torch.randn(n, 64, generator=torch.Generator().manual_seed(n)) for n in (37, 3, 24)]
-    ours = RaggedCompressor(module.indexer if which == "index" else module, len(requests))
-    made: list[list[Tensor]] = [[] for _ in requests]
+    pages = CompressedPages([module.indexer if which == "index" else module], len(requests), 37, (5, 3))
     for low, high in pairwise((0, 1, 2, 4, 9, 10, 23, 37)):
         chunks = [r[low:high] for r in requests]
-        offsets = torch.tensor([0, *map(len, chunks)]).cumsum(0)
-        counts = [min(high, len(r)) // rate - min(low, len(r)) // rate for r in requests]
-        entries = iter(ours(torch.cat(chunks), offsets))
-        for request, count in zip(made, counts, strict=True):
-            request += islice(entries, count)
-        assert next(entries, None) is None
-    for hidden, rows in zip(requests, made, strict=True):
+        pages.begin([len(c) for c in chunks])
+        pages.append(0, torch.cat(chunks))
+        pages.end()
+        assert pages.entries.before.cache_lengths.tolist() == [min(high, len(r)) // rate for r in requests]
+    leaf = pages.entries.before.layer(0)
+    for request, hidden in enumerate(requests):
+        at = torch.arange(len(hidden) // rate)
+        rows = leaf.keys[leaf.lookup_table[request, at // 3], at % 3, 0]
         want = library_entries(model, layer, hidden[None], indexer=which == "index")
-        torch.testing.assert_close(torch.stack(rows) if rows else want[:0], want, atol=2e-6, rtol=2e-6)
-        assert len(want) == len(hidden) // rate
+        torch.testing.assert_close(rows, want, atol=2e-6, rtol=2e-6)
 
 
 def library_entries(model: Any, layer: int, hidden: Tensor, *, indexer: bool) -> Tensor:
@@ -201,14 +210,6 @@ def library_entries(model: Any, layer: int, hidden: Tensor, *, indexer: bool) ->
     kept: Any = cache.layers[layer]  # of a class that this model brings
     entries: Tensor = kept.compressed_kv["indexer" if indexer else "compressor"][0]
     return entries
-
-
-def test_closed_entries() -> None:
-    """An entry is listed from the row of its last token on."""
-    assert closed_entries(torch.tensor([0, 2]), 4).tolist() == [[], []]
-    listed = closed_entries(torch.tensor([2, 3, 7, 8, 0]), 4)
-    assert listed.dtype == torch.int32
-    assert listed.tolist() == [[-1, -1], [0, -1], [0, 1], [0, 1], [-1, -1]]
 
 
 @pytest.mark.parametrize("values", [False, True])

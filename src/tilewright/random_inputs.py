@@ -154,6 +154,12 @@ def extents(spec: Spec, sizes: Sizes) -> dict[str, int]:
     out = {
         "row": sum(sizes.rows), "seq": len(sizes.rows), "head": heads, "kv_head": kv_heads, "key": longest,
     }  # fmt: skip
+    for axis, n in spec.fixed_sizes.items():
+        out[axis] = n  # of slices of rows, which the rows then have room for
+    for p in paged:
+        ends = [e.start + (e.size or 0) for e in spec.nodes if isinstance(e, KeyField) and p.name in _leaves(spec, e)]
+        if (end := max(ends, default=0)) and p.axes[0] not in sizes.dims:
+            out.setdefault(p.axes[0], end)
     features = {a for p in paged for a in (*p.axes, *p.value_axes)} | spec.tile_axes
     for axis in (a for p in (*paged, *tensors) for a in (*p.axes, *p.value_axes)):
         # An axis that no tile has is addressed by expressions, most often by positions or distances.
@@ -164,6 +170,13 @@ def extents(spec: Spec, sizes: Sizes) -> dict[str, int]:
             op=spec.name, argument="dims", got=", ".join(sorted(unknown)), expected=f"axes out of {known}"
         )
     return out
+
+
+def _leaves(spec: Spec, e: KeyField) -> set[str]:
+    """The paged caches whose key rows this is a field of."""
+    if e.name != "k":
+        return set()
+    return {e.leaf} if e.leaf is not None else {part.leaf for part in spec.sources[e.source].parts}
 
 
 def binding_of(spec: Spec, sizes: Sizes) -> Binding:

@@ -79,7 +79,7 @@ def cases() -> list[Case]:
         attention("float8 cache with scales", Sizes(*MIXED, cache_dtype="float8_e4m3fn", granularity=32)),
         attention("pages of 7", Sizes(*MIXED, page_size=7)),
         attention("7 heads on 1 kv head, no sink", Sizes(*MIXED, heads=7, kv_heads=1), sink=False),
-        latent("latent, window and listed", Sizes(*MIXED, heads=16, kv_heads=1, dims={"dim": 128, "slot": 32})),
+        latent("latent, window and listed", Sizes(*MIXED, kv_heads=1, dims={"slot": 32})),
         indexer("indexer, float8", Sizes(*MIXED, heads=16, dims={"depth": 64})),
         variant("softcap + ALiBi, written here", Sizes(*MIXED)),
     ]

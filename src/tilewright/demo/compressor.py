@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tilewright.ops.compressor import closed_windows, compress
+
+from .page_pool import PagePool
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -18,47 +22,38 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned
 
 
-class RaggedCompressor:
-    """A compressor module of the model, or of its indexer, for requests that come in chunks of any size.
+class CompressedPages:
+    """The pages of compressors of one kind, the model's or its indexers': of tokens, gates and rows; and of entries."""
 
-    An entry is the average of the window's projected rows, weighted by a softmax over the window, for each feature.
-    Where the module projects to twice its width, the first half belongs to the entry of the *next* window: an entry
-    averages the first halves of the window before and the second halves of its own.
-    """
+    def __init__(
+        self, modules: Sequence[Any], requests: int, longest: int, page_sizes: tuple[int, int],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
+        """Room for `longest` tokens of each request. page_sizes: of tokens, of entries. dtype: of entries."""
+        self._modules, self._rate = modules, int(modules[0].compress_rate)
+        layers, width, dim = len(modules), modules[0].kv_proj.out_features, modules[0].head_dim
+        self._tokens = PagePool(requests, longest, layers, width, page_size=page_sizes[0], values=True)
+        self.entries = PagePool(requests, longest // self._rate, layers, dim, page_size=page_sizes[1], dtype=dtype)
 
-    def __init__(self, module: Any, requests: int) -> None:
-        self._module, self._rate, self._dim = module, int(module.compress_rate), int(module.head_dim)
-        width = module.kv_proj.out_features
-        self._overlaps = width == 2 * self._dim
-        # Rows without an entry yet and, with overlap, the last closed window. Before the first window stands one
-        # without weight.
-        before = self._rate if self._overlaps else 0
-        nothing = torch.zeros(before, width), torch.full((before, width), -torch.inf)
-        self._kept = [nothing] * requests
-        self._closed = [0] * requests
+    def begin(self, counts: Sequence[int]) -> None:
+        """A call with so many new tokens of each request."""
+        self._tokens.begin(counts)
+        offsets = closed_windows(self._tokens.before.cache_lengths, self._tokens.offsets, self._rate)
+        self.entries.begin(offsets.diff().tolist())
 
-    def __call__(self, hidden: Tensor, offsets: Tensor) -> Tensor:
-        """The entries [entries, dim], by request, that new rows hidden [rows, hidden_size] of the requests close."""
-        kv, gate = self._module.kv_proj(hidden), self._module.gate_proj(hidden)
-        made, tokens = [], []
-        for request, (low, high) in enumerate(pairwise(offsets.tolist())):
-            entries = self._close(request, kv[low:high], gate[low:high])
-            first, self._closed[request] = self._closed[request], self._closed[request] + len(entries)
-            made.append(entries)
-            tokens.append(torch.arange(first, self._closed[request]) * self._rate)  # an entry turns as its first token
-        entries, module = self._module.kv_norm(torch.cat(made)), self._module
-        cos, sin = module.rotary_emb(entries, position_ids=torch.cat(tokens)[None], layer_type=module.rope_layer_type)
-        return rotated(entries[None, None], cos, sin)[0, 0]
+    def append(self, layer: int, hidden: Tensor) -> None:
+        """Store what tokens hidden [rows, hidden_size] leave to the compressor of a layer, and the entries they close.
 
-    def _close(self, request: int, kv: Tensor, gate: Tensor) -> Tensor:
-        """The weighted averages [entries, dim] of the windows that new rows [rows, width] of a request close."""
-        kv, gate = (torch.cat([kept, new]) for kept, new in zip(self._kept[request], (kv, gate), strict=True))
-        windows = len(kv) // self._rate
-        closed = windows - 1 if self._overlaps else windows
-        self._kept[request] = kv[closed * self._rate :], gate[closed * self._rate :]
-        shape = windows, self._rate, kv.shape[1]
-        kv = kv[: windows * self._rate].view(shape)
-        gate = gate[: windows * self._rate].view(shape) + self._module.position_bias
-        if self._overlaps:
-            kv, gate = (torch.cat([x[:-1, :, : self._dim], x[1:, :, self._dim :]], 1) for x in (kv, gate))
-        return (kv * gate.softmax(1)).sum(1)
+        `layer` counts the layers of this kind.
+        """
+        module, entries = self._modules[layer], self.entries
+        self._tokens.append(layer, module.gate_proj(hidden)[:, None], module.kv_proj(hidden)[:, None])
+        tokens, stored = self._tokens.after.layer(layer), entries.before.layer(layer)
+        made = module.kv_norm(compress(tokens, stored, entries.offsets, module.position_bias))
+        first = entries.positions * self._rate  # an entry is turned as its first token
+        cos, sin = module.rotary_emb(made, position_ids=first[None], layer_type=module.rope_layer_type)
+        entries.append(layer, rotated(made[None, None], cos, sin)[0].transpose(0, 1))
+
+    def end(self) -> None:
+        self._tokens.end()
+        self.entries.end()

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.ops.latent_attention import latent_sparse_attention_ragged_paged
+from tilewright.codegen_cache.launch import run
+from tilewright.ops.mla import mla_sparse_attention
 
 from .indexing import as_float8, best_keys
 from .page_pool import PagePool
@@ -100,12 +101,10 @@ class Attention:
         offsets = caches.latent.offsets
         lengths = caches.latent.before.cache_lengths
         listed = best_keys(q_index[0], weights[0], offsets, caches.index, layer, lengths, top_k=m.indexer.index_topk)
-        out = latent_sparse_attention_ragged_paged(
-            q, offsets, listed, None, None, caches.latent.after.layer(layer), m.scaling, window=0
-        )
-        assert isinstance(out, Tensor)
-        # The whole row was averaged; its rotated key is no part of the value.
-        out = torch.einsum("thc,hvc->thv", out[..., : m.kv_lora_rank], self.value_up)
+        arguments = {"q": q, "indices": listed, "cache": caches.latent.after.layer(layer), "scale": m.scaling}
+        # The value is the latent part of a row, without its rotated key.
+        out = run(mla_sparse_attention, arguments, offsets, constants={"latent": m.kv_lora_rank})["out"]
+        out = torch.einsum("thc,hvc->thv", out, self.value_up)
         return m.o_proj(out.flatten(1)[None]), None
 
     def _latent(self, hidden: Tensor, low: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

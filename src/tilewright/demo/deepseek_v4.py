@@ -5,7 +5,7 @@ window of tokens compressed into one row: compressed-sparse layers to those that
 layers to all. Rows of different requests are packed, prompts come in chunks together with decode rows.
 
 What stays the model's: projections, norms, rotation, experts. Ours: the paged caches of tokens, entries and indexer
-keys, the compressors' bookkeeping, the indexer and the attention.
+keys, the compressors, the indexer and the attention.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewright.codegen_cache.launch import run
 from tilewright.ops.cache import PagedLeaf
+from tilewright.ops.compressed import heavily_compressed_attention
 from tilewright.ops.latent_attention import latent_sparse_attention_ragged_paged
 
-from .compressor import RaggedCompressor, rotated
+from .compressor import CompressedPages, rotated
 from .indexing import as_float8, best_keys
 from .page_pool import PagePool
 from .serving import (
@@ -72,99 +74,96 @@ def tiny_deepseek_v4(seed: int = 0) -> Any:
 class Caches:
     """The pages of all layers: a row per token, and entries and indexer keys, which close at the pace of their kind."""
 
-    def __init__(self, config: Any, requests: int, longest: int, page_sizes: tuple[int, int], float8: bool) -> None:
+    def __init__(self, model: Any, requests: int, longest: int, page_sizes: tuple[int, int], float8: bool) -> None:
         """Room for `longest` tokens of each request. page_sizes: of tokens, of entries."""
-        kinds, dim, rates = config.layer_types, config.head_dim, config.compress_rates
-        self.tokens = PagePool(requests, longest, len(kinds), dim, page_size=page_sizes[0])
-        self.entries = {
-            kind: PagePool(requests, longest // rate, kinds.count(kind), dim, page_size=page_sizes[1])
-            for kind, rate in rates.items()
-        }
-        self.index = PagePool(
-            requests, longest // rates[SPARSE], kinds.count(SPARSE), config.index_head_dim,
-            page_size=page_sizes[1], dtype=torch.float8_e4m3fn if float8 else torch.float32,
-        )  # fmt: skip
-        self._paced = [*((self.entries[kind], rates[kind]) for kind in rates), (self.index, rates[SPARSE])]
+        modules = [block.self_attn for block in model.model.layers]
+        self.tokens = PagePool(requests, longest, len(modules), model.config.head_dim, page_size=page_sizes[0])
+        compressors = {k: [m.compressor for m in modules if m.layer_type == k] for k in RATES}
+        self.entries = {k: CompressedPages(c, requests, longest, page_sizes) for k, c in compressors.items()}
+        dtype = torch.float8_e4m3fn if float8 else torch.float32
+        self.index = CompressedPages([c.indexer for c in compressors[SPARSE]], requests, longest, page_sizes, dtype)
+        self._all: list[PagePool | CompressedPages] = [self.tokens, *self.entries.values(), self.index]
 
     def begin(self, counts: Sequence[int]) -> Tensor:
-        self.tokens.begin(counts)
-        starts = self.tokens.before.cache_lengths.tolist()
-        for pages, rate in self._paced:
-            pages.begin([(s + n) // rate - s // rate for s, n in zip(starts, counts, strict=True)])
+        for pages in self._all:
+            pages.begin(counts)
         return self.tokens.positions
 
     def keywords(self) -> Mapping[str, Any]:
         return NO_MASK
 
     def end(self) -> None:
-        for pages in (self.tokens, *(pages for pages, _ in self._paced)):
+        for pages in self._all:
             pages.end()
 
 
 class Attention:
     """Stands in for one layer's attention: a window of recent tokens, and no entries."""
 
-    def __init__(self, module: Any, caches: Caches, requests: int) -> None:
+    def __init__(self, module: Any, caches: Caches) -> None:
         self.module, self.caches = module, caches
         kinds = module.config.layer_types
         self.layer = kinds[: module.layer_idx].count(module.layer_type)  # among the layers of its kind
 
     def forward(self, hidden_states: Tensor, position_embeddings: Any, **unused: Any) -> tuple[Tensor, None]:
         """hidden_states [1, rows, hidden_size], the same out."""
-        m, tokens = self.module, self.caches.tokens
+        m = self.module
         cos, sin = position_embeddings[m.rope_layer_type]
         low = m.q_a_norm(m.q_a_proj(hidden_states))
         q = rotated(m.q_b_norm(_heads(m.q_b_proj(low), m.head_dim)), cos, sin)
         row = rotated(m.kv_norm(m.kv_proj(hidden_states))[:, None], cos, sin)
-        tokens.append(m.layer_idx, row[0].transpose(0, 1))
-        window = tokens.before.layer(m.layer_idx)
-        listed, entries = self.entries(hidden_states, low, window)
-        out = latent_sparse_attention_ragged_paged(
-            q[0].transpose(0, 1), tokens.offsets, listed, m.sinks, window, entries, m.scaling, window=m.sliding_window
-        )
-        assert isinstance(out, Tensor)
+        self.caches.tokens.append(m.layer_idx, row[0].transpose(0, 1))
+        out = self.attend(q[0].transpose(0, 1), hidden_states, low)
         # Keys are values, so the output was turned with them; it is turned back at the query's position.
         out = rotated(out.transpose(0, 1)[None], cos, -sin).transpose(1, 2)
         groups = out.reshape(1, out.shape[1], m.config.o_groups, -1)
         return m.o_b_proj(m.o_a_proj(groups).flatten(2)), None
 
-    def entries(self, hidden: Tensor, low: Tensor, window: PagedLeaf) -> tuple[Tensor, PagedLeaf]:
-        """The entries that each row attends to, int32 [rows, slots], negative for none, and the pages they are in."""
-        return torch.empty(hidden.shape[1], 0, dtype=torch.int32), window
+    def attend(self, q: Tensor, hidden: Tensor, low: Tensor) -> Tensor:
+        """q [rows, heads, dim], the same out. low: what the indexer's queries are made of."""
+        return self.sparse(q, None, None)
+
+    def sparse(self, q: Tensor, listed: Tensor | None, entries: PagedLeaf | None) -> Tensor:
+        """Attention to the window and to listed entries."""
+        m, tokens = self.module, self.caches.tokens
+        window = tokens.before.layer(m.layer_idx)
+        out = latent_sparse_attention_ragged_paged(
+            q, tokens.offsets, listed, m.sinks, window, entries, m.scaling, window=m.sliding_window
+        )
+        assert isinstance(out, Tensor)
+        return out
 
 
 class HeavilyCompressed(Attention):
     """A window, and every entry that is closed: its last token stands at the row's position or before."""
 
-    def __init__(self, module: Any, caches: Caches, requests: int) -> None:
-        super().__init__(module, caches, requests)
-        self.compressor = RaggedCompressor(module.compressor, requests)
-        self.pages = caches.entries[module.layer_type]
-
-    def entries(self, hidden: Tensor, low: Tensor, window: PagedLeaf) -> tuple[Tensor, PagedLeaf]:
-        self.pages.append(self.layer, self.compressor(hidden[0], self.caches.tokens.offsets)[:, None])
-        return self.listed(hidden, low), self.pages.after.layer(self.layer)
-
-    def listed(self, hidden: Tensor, low: Tensor) -> Tensor:
-        return closed_entries(self.caches.tokens.positions, self.module.compressor.compress_rate)
+    def attend(self, q: Tensor, hidden: Tensor, low: Tensor) -> Tensor:
+        m, tokens, compressed = self.module, self.caches.tokens, self.caches.entries[HEAVY]
+        compressed.append(self.layer, hidden[0])
+        recent, entries = tokens.before.layer(m.layer_idx), compressed.entries.after.layer(self.layer)
+        arguments = {"q": q, "recent": recent, "entries": entries, "sink": m.sinks, "scale": m.scaling}
+        constants = {"window": m.sliding_window, "rate": m.compressor.compress_rate}
+        return run(heavily_compressed_attention, arguments, tokens.offsets, constants=constants)["out"]
 
 
-class CompressedSparse(HeavilyCompressed):
+class CompressedSparse(Attention):
     """A window, and the closed entries that the indexer scores best."""
 
-    def __init__(self, module: Any, caches: Caches, requests: int) -> None:
-        super().__init__(module, caches, requests)
-        self.index_compressor = RaggedCompressor(module.compressor.indexer, requests)
+    def attend(self, q: Tensor, hidden: Tensor, low: Tensor) -> Tensor:
+        compressed = self.caches.entries[SPARSE]
+        compressed.append(self.layer, hidden[0])
+        return self.sparse(q, self.listed(hidden, low), compressed.entries.after.layer(self.layer))
 
     def listed(self, hidden: Tensor, low: Tensor) -> Tensor:
+        """int32 [rows, TOP_K]: the entries that each row attends to, negative for none."""
         tokens, index, indexer = self.caches.tokens, self.caches.index, self.module.compressor.indexer
-        index.append(self.layer, self.index_compressor(hidden[0], tokens.offsets)[:, None])
+        index.append(self.layer, hidden[0])
         cos, sin = indexer.rotary_emb(hidden, position_ids=tokens.positions[None], layer_type=indexer.rope_layer_type)
         q = rotated(_heads(indexer.q_b_proj(low), indexer.head_dim), cos, sin)
         scorer = indexer.scorer
         weights = scorer.weights_proj(hidden[0]) * (scorer.weights_scaling * scorer.softmax_scale)
         return best_keys(
-            q[0].transpose(0, 1), weights, tokens.offsets, index, self.layer, tokens.before.cache_lengths,
+            q[0].transpose(0, 1), weights, tokens.offsets, index.entries, self.layer, tokens.before.cache_lengths,
             top_k=indexer.index_topk, kpool=indexer.compress_rate,
         )  # fmt: skip
 
@@ -175,13 +174,6 @@ ATTENTION = {"sliding_attention": Attention, HEAVY: HeavilyCompressed, SPARSE: C
 def _heads(x: Tensor, dim: int) -> Tensor:
     """[1, rows, heads * dim] -> [1, heads, rows, dim]."""
     return x.view(1, x.shape[1], -1, dim).transpose(1, 2)
-
-
-def closed_entries(positions: Tensor, rate: int) -> Tensor:
-    """int32 [rows, entries]: every entry closed at each row's position, the other slots -1."""
-    count = (positions + 1) // rate
-    slots = torch.arange(int(count.max()), dtype=torch.int32)
-    return torch.where(slots < count[:, None], slots, -1)
 
 
 # ---- the check -------------------------------------------------------------------------------------------------------
@@ -198,9 +190,9 @@ def check_deepseek_v4(
     float8: indexer keys and queries are in float8, here and, by the same rounding, in the model compared with.
     """
     model, requests = tiny_deepseek_v4(seed), prompts(lengths)
-    caches = Caches(model.config, len(requests), max(lengths) + steps, page_sizes, float8)
+    caches = Caches(model, len(requests), max(lengths) + steps, page_sizes, float8)
     modules = [block.self_attn for block in model.model.layers]
-    ours = [(m, ATTENTION[m.layer_type](m, caches, len(requests)).forward) for m in modules]
+    ours = [(m, ATTENTION[m.layer_type](m, caches).forward) for m in modules]
     with replaced(ours):
         served = serve(model, caches, requests, steps, chunk)
     with replaced(_float8_scorers(modules) if float8 else []):
