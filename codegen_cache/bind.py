@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from tilewright.dsl.dtypes import DTYPES, DType, Kind
-from tilewright.dsl.errors import ArgumentDTypeError, ArgumentError, ArgumentShapeError, ArgumentTypeError
+from tilewright.dsl.errors import (
+    ArgumentDTypeError,
+    ArgumentError,
+    ArgumentShapeError,
+    ArgumentTypeError,
+    ArgumentValueError,
+)
 from tilewright.dsl.schedule import Binding, LeafBinding
 from tilewright.dsl.spec import Declared, ParamKind, Spec
 
@@ -147,11 +153,17 @@ def _number(op: str, shown: str, p: Declared, value: object) -> int | float:
     integer = p.dtype is not None and p.dtype.kind is Kind.INT
     if not isinstance(value, bool):
         if integer and isinstance(value, numbers.Integral):
-            return int(value)
+            return _index(op, shown, int(value))
         if not integer and isinstance(value, numbers.Real):
             return float(value)
     expected = "an integer" if integer else "a number"
     raise ArgumentTypeError(op=op, argument=shown, got=type(value).__name__, expected=expected)
+
+
+def _index(op: str, shown: str, value: int) -> int:
+    if not -(1 << 31) <= value < 1 << 31:
+        raise ArgumentValueError(op=op, argument=shown, got=value, expected="a 32-bit integer")
+    return value
 
 
 def _tensor(op: str, shown: str, p: Declared, value: object, bound: Bound) -> Tensor:

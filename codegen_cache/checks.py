@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import sys
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -115,10 +115,33 @@ def expect_contiguous_last(op: str, argument: str, tensor: Tensor) -> None:
 
 
 def expect_distinct_elements(op: str, argument: str, tensor: Tensor) -> None:
-    """No axis that repeats elements (stride 0, as `expand` makes), else ArgumentLayoutError. For what is written."""
-    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        expected = "no expanded axis (stride 0), as it is written to"
-        raise ArgumentLayoutError(op=op, argument=argument, got=list(tensor.stride()), expected=expected)
+    """No two elements in one place, as `expand` and overlapping strides make; else ArgumentLayoutError. For what is
+    written.
+    """
+    reach = 0
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda axis: axis[1]):
+        if size > 1 and stride <= reach:
+            expected = "elements that do not overlap, as it is written to"
+            raise ArgumentLayoutError(op=op, argument=argument, got=list(tensor.stride()), expected=expected)
+        reach += (size - 1) * stride
+
+
+def expect_apart(op: str, argument: str, tensor: Tensor, others: Mapping[str, Tensor]) -> None:
+    """No memory shared with tensors that are read while this one is written; the very same view counts as in place."""
+    first, end = _bytes_of(tensor)
+    for name, other in others.items():
+        low, high = _bytes_of(other)
+        same = (low, other.shape, other.stride()) == (first, tensor.shape, tensor.stride())
+        if tensor.numel() and other.numel() and low < end and first < high and not same:
+            raise ArgumentLayoutError(
+                op=op, argument=argument, got=list(tensor.stride()), expected=f"memory that {name} does not share"
+            )
+
+
+def _bytes_of(tensor: Tensor) -> tuple[int, int]:
+    """First address, and the one past the last, that a tensor's elements lie between."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def expect_int(op: str, argument: str, value: object, allowed: range) -> int:

@@ -6,13 +6,14 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from tilewright.dsl import knobs
-from tilewright.dsl.dtypes import DType
-from tilewright.dsl.errors import ArgumentDeviceError, ArgumentError
+from tilewright.dsl.dtypes import DTYPES, DType, Kind
+from tilewright.dsl.errors import ArgumentDeviceError, ArgumentDTypeError, ArgumentError
 from tilewright.dsl.interp import DEFAULT_BUDGET
 from tilewright.dsl.lang import Operator
 from tilewright.dsl.schedule import Schedule
@@ -23,6 +24,7 @@ from .bind import Bound, bind, dtype_of
 from .checks import (
     INDEX_DTYPES,
     as_tensor,
+    expect_apart,
     expect_contiguous_last,
     expect_distinct_elements,
     expect_dtype,
@@ -31,6 +33,7 @@ from .checks import (
     expect_same_device,
     expect_shape,
     is_writable,
+    one_of,
 )
 from .programs import Ready, program_for
 from .validate import validate
@@ -92,8 +95,12 @@ def run(
             op=op, argument=names["offsets"], got="is empty", expected="[batch + 1] offsets, the first 0"
         )
     spec = _trace(op, operator, arguments, constants or {})
+    for n in (*(outputs or {}), *(output_dtypes or {})):
+        if n not in dict(spec.outputs):
+            known = ", ".join(n for n, _ in spec.outputs)
+            raise ArgumentError(op=op, argument=names.get(n, n), got="is not an output", expected=f"one of {known}")
     given = {n: as_tensor(op, names.get(n, n), t) for n, t in (outputs or {}).items() if t is not None}
-    dtypes = {n: _output_dtype(n, e.dtype, given, output_dtypes or {}) for n, e in spec.outputs}
+    dtypes = {n: _output_dtype(op, names.get(n, n), n, e.dtype, given, output_dtypes or {}) for n, e in spec.outputs}
     bound = bind(op, spec, arguments, offsets, dtypes, names)
     chosen = choose_target(op, target, bound.device)
     results = _results(op, spec, bound, given, outputs or {}, dtypes, names)
@@ -121,13 +128,14 @@ def _execute(
 ) -> None:
     """Run the program. One that may yet refuse a value leaves the caller's buffers alone until it has finished."""
     start = time.perf_counter()
-    may_fail = contents or not all(r.exact for r in ready.program.reach)
+    may_fail = contents or ready.program.checks_reads
     made = {n: torch.empty_like(t) if may_fail and n in given else t for n, t in results.items()}
     tensors = {**bound.tensors, "offsets": offsets, **made}
     ready.interpreter.run(tensors, bound.scalars, threads=knobs.THREADS.get(), budget_bytes=budget_bytes)
     for n, t in results.items():
         if made[n] is not t:
-            t.copy_(made[n])
+            with torch.inference_mode():
+                t.copy_(made[n])
     if knobs.DEBUG.get() >= 2:
         print(f"-- {op} ran in {(time.perf_counter() - start) * 1e3:.2f} ms", file=sys.stderr)
 
@@ -148,11 +156,26 @@ def _trace(op: str, operator: Operator, arguments: Mapping[str, object], constan
     return operator.trace(**constants, **absent)
 
 
-def _output_dtype(name: str, computed: DType, given: Mapping[str, Tensor], wanted: Mapping[str, DType]) -> DType:
+# What results may be rounded to: never to a kind that cannot hold them.
+STORED: Final = {
+    Kind.FLOAT: (torch.float32, torch.float16, torch.bfloat16),
+    Kind.INT: (torch.int32, torch.int64),
+    Kind.BOOL: (torch.bool,),
+}
+
+
+def _output_dtype(
+    op: str, shown: str, name: str, computed: DType, given: Mapping[str, Tensor], wanted: Mapping[str, DType]
+) -> DType:
     """As asked for, else as the buffer given has it, else as it is computed: float32 or int32."""
-    if name in wanted:
-        return wanted[name]
-    return dtype_of(given[name]) if name in given else computed
+    if name in given and name not in wanted:
+        expect_dtype(op, shown, given[name], STORED[computed.kind])
+        return dtype_of(given[name])
+    dtype = wanted.get(name, computed)
+    if dtype not in {DTYPES[str(d).removeprefix("torch.")] for d in STORED[computed.kind]}:
+        expected = one_of([str(d).removeprefix("torch.") for d in STORED[computed.kind]])
+        raise ArgumentDTypeError(op=op, argument=f"output_dtypes[{name!r}]", got=dtype, expected=expected)
+    return dtype
 
 
 def _results(
@@ -178,6 +201,7 @@ def _results(
         expect_same_device(op, shown, t, names["offsets"], torch.empty(0, device=bound.device))
         expect_contiguous_last(op, shown, t)
         expect_distinct_elements(op, shown, t)
+        expect_apart(op, shown, t, {names.get(n, n): x for n, x in bound.tensors.items()})
         if not is_writable(as_given[name]):
             raise ArgumentError(op=op, argument=shown, got="is read-only", expected="a buffer that can be written")
         out[name] = t

@@ -6,6 +6,7 @@ No run-time value is part of that, so changing lengths, tables, scales, sinks or
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -44,6 +45,15 @@ class Ready:
 
 _PROGRAMS: dict[ProgramKey, Ready] = {}
 _LOCK = threading.Lock()
+
+
+def _new_lock() -> None:
+    """A forked child may find the lock held by a thread that it does not have."""
+    global _LOCK
+    _LOCK = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_new_lock)
 
 
 def program_for(

@@ -195,9 +195,10 @@ def _mask_inputs(b: _Builder, fold: Fold, shared: dict[tuple[Expr, float], Tile]
     table: dict[Expr, Expr] = {}
     for n, (e, absent) in enumerate(zip(fold.inputs, fold.absent, strict=True)):
         place = Tile(f"input{n}", e.axes, e.dtype)
-        if absent is None:
+        if absent is None and isinstance(e, KeyField):  # unseen rows are fetched as zero
             table[place] = e
             continue
+        absent = 0.0 if absent is None else absent  # what is computed from a zero row may be anything, even NaN
         if (e, absent) not in shared:
             made = shared[e, absent] = names.fresh("input", e)
             b.out += [Map(made, b.flat(e), loc_of(e)), Mask(made, absent, loc=fold.loc)]

@@ -29,15 +29,19 @@ def ordered(axes: Iterable[str]) -> Axes:
 
 @dataclass(frozen=True, eq=False)
 class Const:
-    """A number. 1, 1.0 and True are three."""
+    """A number. 1, 1.0 and True are three, 0.0 and -0.0 are two; NaN is one."""
 
     value: Number
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Const) and type(self.value) is type(other.value) and self.value == other.value
+        return isinstance(other, Const) and self._identity == other._identity
 
     def __hash__(self) -> int:
-        return hash((type(self.value), self.value))
+        return hash(self._identity)
+
+    @cached_property
+    def _identity(self) -> tuple[str, str]:
+        return type(self.value).__name__, repr(self.value)
 
     @property
     def axes(self) -> Axes:

@@ -11,7 +11,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 
 import numpy as np
@@ -121,6 +121,7 @@ class Interpreter:
             return
         shared, pool = _Shared(points), _pool(threads)
         futures = [pool.submit(_work, k, frame(), names, shared) for _ in range(min(threads, total))]
+        wait(futures)  # all of them, so that nothing is written once an error has been raised
         for done in futures:
             done.result()
 
@@ -148,7 +149,7 @@ def _shows(k: CompiledKernel) -> bool:
 
 def _work(k: CompiledKernel, f: Frame, names: list[str], points: Iterator[tuple[int, ...]]) -> None:
     # Per thread. Operators have no derivative; a caller in inference mode passes tensors that only this mode may write.
-    with torch.inference_mode():
+    with torch.inference_mode(), np.errstate(all="ignore"):
         for point in points:
             f.scalars.update(zip(names, point, strict=True))
             k.run(f)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import NoReturn, TypeAlias, overload
 
 from . import errors
 from .annotations import Annotation
-from .dtypes import Kind, f32
+from .dtypes import DType, Kind, f32
 from .expr import Axes, Expr, FoldResult, KeyField, Param, loc_of, ordered, walk, walk_open
 from .printer import show
 from .probes import traced_builtins
@@ -201,7 +202,7 @@ class Operator:
         """
         try:
             memo = frozenset((name, _identity(value)) for name, value in constants.items())
-        except TypeError:  # an unhashable constant: traced again each time
+        except TypeError:  # traced again each time; the program is found by what the operator means
             return self._trace(constants)
         if memo not in self._specs:
             self._specs[memo] = self._trace(constants)
@@ -219,6 +220,7 @@ class Operator:
                     raise errors.AxisMismatch(loc=probe.loc, what=probe.kind, problem=problem)
         positions = self.positions if any(p.name == self.positions for p in params) else None
         spec = Spec(self.name, params, tuple(trace.sources), outputs, positions, tuple(trace.probes))
+        _expect_one_size(spec)
         for f in spec.folds:
             for e, absent in zip(f.inputs, f.absent, strict=True):
                 if absent is not None:
@@ -360,10 +362,26 @@ _LEAF_NAMES = ("table", "lengths", "k", "v", "k_scale", "v_scale", "pages", "max
 
 
 def _identity(value: object) -> object:
-    """What tells constants apart: equality, but 1 is not 1.0 nor True, inside tuples either."""
-    if isinstance(value, tuple):
-        return (type(value), *map(_identity, value))
-    return (type(value), repr(value) if isinstance(value, float) else value)
+    """What tells constants apart: 1 is not 1.0 nor True, inside tuples either. Raises TypeError for any other kind."""
+    match value:
+        case tuple():
+            return (type(value), *map(_identity, value))
+        case bool() | int() | float() | str() | None:
+            return (type(value), repr(value))
+        case FunctionType() | DType():
+            return value
+        case _:
+            raise TypeError(f"{type(value).__name__} constants are read anew at each trace")
+
+
+def _expect_one_size(spec: Spec) -> None:
+    sizes: dict[str, int] = {}
+    for e in spec.nodes:
+        if isinstance(e, KeyField) and e.size is not None:
+            (axis,) = (a for a in e.axes if a != "key")
+            if sizes.setdefault(axis, e.size) != e.size:
+                problem = f"axis {axis!r} has {sizes[axis]} elements in one slice and {e.size} in another"
+                raise errors.AxisMismatch(loc=spec.sources[e.source].parts[0].loc, what="slice", problem=problem)
 
 
 def _stand_in(trace: Trace, d: Declared) -> Value | Leaf:

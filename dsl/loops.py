@@ -138,6 +138,7 @@ class Program:
     workspaces: tuple[Arg, ...]
     kernels: tuple[Kernel, ...]
     reach: tuple[KeyReach, ...] = ()
+    checks_reads: bool = False  # what is read is known only while the nest runs, which then may refuse a page
     columns: tuple[tuple[str, Expr], ...] = ()  # run-time sizes: the largest value of a closed form over sequences
     lengths: str | None = None  # the argument whose lengths define num_keys
     row_bytes: Expr | None = None  # workspace bytes of one row: the kernels run for a window of rows at a time

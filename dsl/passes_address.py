@@ -29,6 +29,7 @@ from .expr import (
 from .loops import Kernel, Let, Program, Search, Stmt, Store
 from .rewrite import map_expressions, rewrite_body
 from .spec import ParamKind
+from .value import LOOP_AXES
 
 _COORDINATES: dict[str, Expr] = {
     "pos": POSITION,
@@ -79,7 +80,7 @@ def _element(p: Param, bind: object) -> Elem:
     index: list[Expr] = []
     ok: list[Expr] = [ROW_OK] if "row" in p.own else []
     for axis in p.own:
-        i = at.get(axis) or _COORDINATES.get(axis) or Iota(axis)
+        i = at.get(axis) or (_COORDINATES[axis] if axis in LOOP_AXES else Iota(axis))
         index.append(i)
         if axis in at or axis == "key":
             ok.append(both(at_least(i, 0), less(i, Var(f"{p.name}_{axis}"))))

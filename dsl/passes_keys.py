@@ -60,7 +60,11 @@ def bound_key_loops(program: Program, cx: Context) -> Program:
         return _bounded(s, cx) if isinstance(s.part, Range) else _listed(s, s.part, cx)
 
     kernels = tuple(_partitioned(replace(k, body=rewrite_body(k.body, lower)), cx) for k in program.kernels)
-    return replace(program, kernels=kernels, reach=tuple(r for n in range(len(cx.parts)) for r in _reach(n, cx)))
+    reach = tuple(r for n in range(len(cx.parts)) for r in _reach(n, cx))
+    beside = any(isinstance(e, KeyField) and e.leaf is not None for e in cx.spec.nodes)
+    listed = any(isinstance(p, Listed) for p in cx.parts)
+    unsure = beside or listed or not all(r.exact for r in reach)
+    return replace(program, kernels=kernels, reach=reach, checks_reads=unsure)
 
 
 def _key_range(number: int, interval: int, cx: Context) -> tuple[Expr, Expr]:
@@ -343,6 +347,9 @@ def apply_masks(program: Program, cx: Context) -> Program:
             entry = Tile(f"entry{number}", ("key",), i32)
             where_seen = substitute(part.where, {Coord("key", ("key",)): entry})
             seen = both(at_least(page_tile(number, part.leaf, cx), 0), where_seen)
+        if not set(seen.axes) <= set(s.dst.axes):  # a tile per key alone: of keys that no row sees
+            number = cx.part_of(s.loop)
+            seen = at_least(page_tile(number, cx.parts[number].leaf, cx), 0)
         return (Map(s.dst, where(seen, s.dst, s.absent), s.loc),)
 
     return replace(program, kernels=tuple(replace(k, body=rewrite_body(k.body, lower)) for k in program.kernels))

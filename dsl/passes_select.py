@@ -32,7 +32,7 @@ from .tile import NOT_A_CANDIDATE, SelectPass, field_tile
 
 def fetches(part: Part, fields: tuple[KeyField, ...]) -> tuple[Fetch, ...]:
     """One fetch for each cache whose rows a pass reads: the part's own, and those beside it."""
-    leaves = dict.fromkeys(f.leaf or part.leaf for f in fields)
+    leaves = dict.fromkeys([part.leaf, *(f.leaf or part.leaf for f in fields)])
     return tuple(
         Fetch(leaf, tuple((f, field_tile(f)) for f in fields if (f.leaf or part.leaf) == leaf)) for leaf in leaves
     )

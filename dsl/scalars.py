@@ -71,6 +71,14 @@ def _div(a: float, b: float) -> float:
     return math.nan if a == 0 or math.isnan(a) else math.copysign(math.inf, a) * math.copysign(1.0, b)
 
 
+def _floordiv(a: int, b: int) -> int:
+    return a // b if b else 0  # as numpy has it, and no target may trap
+
+
+def _mod(a: int, b: int) -> int:
+    return a % b if b else 0
+
+
 def _exp(a: float) -> float:
     return math.inf if a > 709.0 else math.exp(a)
 
@@ -118,8 +126,8 @@ OPS: dict[str, Row] = {
     "sub": Row(2, arithmetic, operator.sub, "sub", "Sub", "-"),
     "mul": Row(2, arithmetic, operator.mul, "mul", "Mul", "*"),
     "div": Row(2, floating, _div, "div", None, "/"),
-    "floordiv": Row(2, integer, operator.floordiv, "floor_divide", "FloorDiv", "//"),
-    "mod": Row(2, integer, operator.mod, "remainder", "Mod", "%"),
+    "floordiv": Row(2, integer, _floordiv, "floor_divide", "FloorDiv", "//"),
+    "mod": Row(2, integer, _mod, "remainder", "Mod", "%"),
     "max": Row(2, arithmetic, _max, "maximum", "Max"),
     "min": Row(2, arithmetic, _min, "minimum", "Min"),
     "abs": Row(1, arithmetic, abs, "abs"),

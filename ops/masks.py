@@ -53,12 +53,15 @@ def mask_named(op: str, mask_str: str, local_window_size: int | None) -> Predica
 def _integer(op: str, window: object) -> int:
     """A plain int: 4.0 and True would be other predicates, which compare equal to those of 4 and 1."""
     try:
-        if not isinstance(window, bool):
-            return operator.index(window)  # type: ignore[arg-type]  # the TypeError is what is asked for
+        number = None if isinstance(window, bool) else operator.index(window)  # type: ignore[arg-type]  # or TypeError
     except TypeError:
-        pass
-    expected = "an integer or None"
-    raise ArgumentTypeError(op=op, argument="local_window_size", got=type(window).__name__, expected=expected)
+        number = None
+    if number is None:
+        expected = "an integer or None"
+        raise ArgumentTypeError(op=op, argument="local_window_size", got=type(window).__name__, expected=expected)
+    if number >= 1 << 31:  # positions are 32-bit, and sums of them with a window must not wrap
+        raise ArgumentValueError(op=op, argument="local_window_size", got=number, expected="below 2147483648")
+    return number
 
 
 @cache

@@ -536,18 +536,18 @@ MIB = 1 << 20
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rows", "keys", "budget"), [(512, 1 << 15, 8 * MIB), (256, 1 << 16, 2 * MIB), (64, 1 << 18, 1)]
+    ("rows", "keys", "budget"), [(256, 1 << 15, 8 * MIB), (128, 1 << 16, 1 * MIB), (32, 1 << 18, 1)]
 )
 def test_peak_memory_stays_near_the_budget(rows: int, keys: int, budget: int) -> None:
-    """A batch whose scores would take 64 MiB takes the budget, or one row, and a few tiles."""
-    assert rows * keys * 4 == 64 * MIB
-    assert measured(rows, keys, budget) < max(budget, 4 * keys) + 12 * MIB
+    """A batch whose scores would take 32 MiB takes the budget, or one row, and a few tiles."""
+    assert rows * keys * 4 == 32 * MIB
+    assert measured(rows, keys, budget) < max(budget, 4 * keys) + 8 * MIB
 
 
 @pytest.mark.slow
 def test_the_measure_of_memory_sees_a_score_matrix() -> None:
-    """With a budget for all of it, the same batch does take 64 MiB."""
-    assert measured(512, 1 << 15, 1 << 30) > 64 * MIB
+    """With a budget for all of it, the same batch does take 32 MiB."""
+    assert measured(256, 1 << 15, 1 << 30) > 32 * MIB
 
 
 @pytest.mark.parametrize(("rows", "budget"), [(1, 1), (1, 4 * 40 - 1), (1, 4 * 40), (2, 4 * 80), (5, 4 * 200 + 7)])

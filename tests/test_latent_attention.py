@@ -642,9 +642,23 @@ def test_a_leaf_without_a_window(rng: np.random.Generator) -> None:
 
 
 ROWS = "float32, float16 or bfloat16"
-A_LEAF = "one layer of a paged cache, a PagedLeaf"
+A_LEAF = "one layer of a paged cache: cache.layer(i)"
+BOTH = "both or neither, and one leaf at least"
 WHOLE_CACHE = PagedKVCache(torch.zeros(1, 1, 1, 4, 1, 8), torch.zeros(2, 1).int(), torch.zeros(2).int())
 INDICES = "int32, int64 or uint32"
+
+
+@pytest.mark.parametrize("window", [1, 3, 100])
+def test_a_window_alone(window: int, rng: np.random.Generator) -> None:
+    """Without a compressed leaf the window is all there is, as with lists of nothing."""
+    data = latent(rng, [9, 0, 4], [3, 2, 0], [7, 3, 1], slots=0, window=window, sink=[0.5, -1.0])
+    leaves = data.leaves(rng)
+    found = public_latent(data, leaves, comp_indices=None, comp_cache=None)
+    check(data, found)
+    for one, other in zip(found, public_latent(data, leaves), strict=True):
+        assert_same_bits(one, other)
+
+
 BAD: list[tuple[type[ArgumentError], str, dict[str, Any]]] = [
     (ArgumentDTypeError, f"q has dtype float64; expected {ROWS}", {"q": torch.zeros(5, 2, 8).double()}),
     (ArgumentDTypeError, f"q has dtype float8_e4m3fn; expected {ROWS}", {"q": torch.zeros(5, 2, 8).to(F8)}),
@@ -688,7 +702,13 @@ BAD: list[tuple[type[ArgumentError], str, dict[str, Any]]] = [
         "output has strides [32, 16, 2]; expected a contiguous last axis (stride 1)",
         {"output": torch.zeros(5, 2, 16)[:, :, ::2]},
     ),
-    (ArgumentTypeError, f"comp_cache is a NoneType; expected {A_LEAF}", {"comp_cache": None}),
+    (ArgumentError, f"comp_indices or comp_cache is None; expected {BOTH}", {"comp_cache": None}),
+    (ArgumentError, f"comp_indices or comp_cache is None; expected {BOTH}", {"comp_indices": None}),
+    (
+        ArgumentError,
+        f"comp_indices or comp_cache is None; expected {BOTH}",
+        {"comp_indices": None, "comp_cache": None, "window": 0},
+    ),
     (ArgumentTypeError, f"comp_cache is a PagedKVCache; expected {A_LEAF}", {"comp_cache": WHOLE_CACHE}),
     (ArgumentTypeError, f"swa_cache is a PagedKVCache; expected {A_LEAF}", {"swa_cache": WHOLE_CACHE}),
 ]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -418,7 +419,7 @@ def public_indexer(data: Scored, cache: PagedKVCache, k: int, **options: Any) ->
     return mla_indexer_ragged_float8_paged(**{**given, **options})
 
 
-def assert_indices(actual: Tensor, expected: Ints | Sequence[Sequence[int]]) -> None:
+def assert_indices(actual: Tensor, expected: npt.ArrayLike) -> None:
     """int32, and equal one by one."""
     assert actual.dtype == torch.int32
     np.testing.assert_array_equal(actual.numpy(), np.asarray(expected))
