@@ -131,6 +131,7 @@ FAULTS: dict[str, dict[str, Callable[[Call], Call]]] = {
         "offsets that end before the rows": lambda c: {"input_row_offsets": ints(0, 3, 3, 4)},
         "offsets that end after the rows": lambda c: {"input_row_offsets": ints(0, 3, 3, 9)},
         "a page outside the pool": lambda c: {"kv_collection": with_entry(c, 1000)},
+        "the page after the last": lambda c: {"kv_collection": with_entry(c, c["kv_collection"].num_pages)},
         "a negative page": lambda c: {"kv_collection": with_entry(c, -1)},
         "more keys than the table holds": lambda c: {"kv_collection": cached(c, cache_lengths=ints(7, 0, 400))},
         "an unknown mask": lambda c: {"mask_str": "casual"},

@@ -25,6 +25,7 @@ from tilewright.dsl import (
     dot,
     f32,
     head,
+    i32,
     key,
     kv_head,
     op,
@@ -144,6 +145,31 @@ def test_scores(name: str, schedule: Schedule, rng: np.random.Generator) -> None
     )
     expected, _ = flash(data.ragged, data.q64, data.keys, data.values, CAUSAL, 1.0, score=score)
     assert_close(found["out"], expected)
+
+
+@op
+def one_and_one(q: Rows["head", "dim"], kv: Paged["dim"], n: Rows[i32]):
+    """1 and 1.0 beside each other: an integer, which is divided with a remainder, and a float, which is not."""
+    keys = kv.keys(where=lambda query, k: k <= query)
+    whole, real = n + 1, n + 1.0
+    return softmax(dot(q, keys) / real + to_float((whole // 2) * (key % 3) + whole)) @ keys.v
+
+
+@each(quick=1)
+def test_integers_and_floats_stay_apart(schedule: Schedule, rng: np.random.Generator) -> None:
+    """Subexpressions that differ only in the kind of a number are two."""
+    data, n = batch(rng), np.arange(TOTAL)
+    found = run(one_and_one, data, rng, schedule, n=torch.from_numpy(n).int())["out"]
+    expected, _ = flash(
+        data.ragged,
+        data.q64,
+        data.keys,
+        data.values,
+        CAUSAL,
+        1.0,
+        score=lambda s, at: s / (n[at.row] + 1.0) + (n[at.row] + 1) // 2 * (at.key % 3),
+    )
+    assert_close(found, expected)
 
 
 # ---- what is made of weights and keys --------------------------------------------------------------------------------

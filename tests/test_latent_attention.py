@@ -190,7 +190,7 @@ SINKS = st.sampled_from([-inf, inf, 0.0]) | st.floats(-3, 3, width=32)
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(cases())
 def test_any_batch_agrees(case: tuple[Latent, Layout, Layout, Schedule, np.random.Generator]) -> None:
     """Lengths of 0 to 12, any lists, sinks, dtypes of leaves, page sizes and schedules."""
@@ -650,13 +650,9 @@ INDICES = "int32, int64 or uint32"
 
 @pytest.mark.parametrize("window", [1, 3, 100])
 def test_a_window_alone(window: int, rng: np.random.Generator) -> None:
-    """Without a compressed leaf the window is all there is, as with lists of nothing."""
+    """Without a compressed leaf the window is all there is."""
     data = latent(rng, [9, 0, 4], [3, 2, 0], [7, 3, 1], slots=0, window=window, sink=[0.5, -1.0])
-    leaves = data.leaves(rng)
-    found = public_latent(data, leaves, comp_indices=None, comp_cache=None)
-    check(data, found)
-    for one, other in zip(found, public_latent(data, leaves), strict=True):
-        assert_same_bits(one, other)
+    check(data, public_latent(data, data.leaves(rng), comp_indices=None, comp_cache=None))
 
 
 BAD: list[tuple[type[ArgumentError], str, dict[str, Any]]] = [
