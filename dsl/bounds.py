@@ -18,8 +18,9 @@ from typing import Literal, TypeAlias
 
 import sympy as sp
 
+from .algebra import add, floordiv, maximum, minimum, mul, op, sub
 from .dtypes import DTYPES, Kind
-from .expr import Const, Coord, Expr, Op, Param, Var, add, floordiv, maximum, minimum, mul, op, sub
+from .expr import Const, Coord, Expr, Op, Param, Var
 
 
 @dataclass(frozen=True)

@@ -10,25 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from .algebra import op, rebuild, substitute
 from .errors import AxisMismatch
-from .expr import (
-    Const,
-    Dot,
-    Expr,
-    FoldResult,
-    KeyField,
-    Op,
-    Param,
-    Reduction,
-    Selected,
-    Tile,
-    children,
-    loc_of,
-    op,
-    rebuild,
-    substitute,
-    walk,
-)
+from .expr import Const, Dot, Expr, FoldResult, KeyField, Op, Param, Reduction, Selected, Tile, children, loc_of, walk
 from .spec import Fold, Probe, Select, Spec, State, is_reserved
 from .tile import NOT_A_CANDIDATE, Gemm, KeyPass, Map, Mask, Reduce, SelectPass, Show, TileProgram, TileStmt, field_tile
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never
 
-from .expr import Coord, Expr, Iota, Var, add, floordiv, less, mul, sub, substitute
+from .algebra import add, floordiv, less, mul, sub, substitute
+from .expr import Coord, Expr, Iota, Var
 from .schedule import Binding, Schedule
 from .spec import Listed, Part, Range, Spec
 from .tile import TileProgram

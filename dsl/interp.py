@@ -21,8 +21,8 @@ from .closed_form import evaluate
 from .dtypes import Kind
 from .expr import Expr, Var, walk
 from .interp_kernel import CompiledKernel, compile_kernel
+from .interp_outputs import Hooks, OnStatement
 from .interp_show import show_values
-from .interp_statements import Hooks, OnStatement
 from .interp_values import Bools, Frame, Ints, Scalar, compile_value, torch_dtype
 from .loops import Arg, Program
 from .scalars import Number

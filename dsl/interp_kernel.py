@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from .expr import Const, Expr
-from .interp_statements import Do, Hooks, blank_tile, compile_body
+from .interp_outputs import Do, Hooks
+from .interp_statements import blank_tile, compile_body
 from .interp_values import Array, Frame, Scope
 from .loops import Arg, For, If, Kernel, Let, Search
 from .rewrite import Body, names_read, statements, written

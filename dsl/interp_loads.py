@@ -57,12 +57,14 @@ def _is_pool(tensor: str, scope: Scope) -> bool:
 
 def _finite(read: Load, e: Elem, along: int) -> Load:
     """The read, with an error for a key row that is not finite; keys run along a dimension of what is read."""
+    part = next((x.name for x in walk(e.index[0]) if isinstance(x, Tile)), "").removeprefix("page").split("_")[0]
 
     def checked(f: Frame) -> torch.Tensor:
         out = read(f)
         bad = ~torch.isfinite(out).movedim(along, 0).flatten(1).all(1)
         if bool(bad.any()):
-            key = int(f.scalars.get("k0", 0)) + int(bad.nonzero()[0])
+            place, entries = int(bad.nonzero()[0]), f.tiles.get(f"entry{part}")
+            key = int(f.scalars.get("k0", 0)) + place if entries is None else int(entries.reshape(-1)[place])
             raise errors.NotFinite(loc=e.loc, tensor=e.tensor, seq=f.scalars.get("seq"), key=key)
         return out
 

@@ -5,27 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from .algebra import add, at_least, both, floordiv, less, maximum, minimum, mul, rebuild, sub
 from .context import GLOBAL_HEAD, GLOBAL_ROW, KEY_POSITION, POSITION, ROW_OK, Context
 from .dtypes import i32
-from .expr import (
-    Const,
-    Coord,
-    Elem,
-    Expr,
-    Iota,
-    Param,
-    Var,
-    add,
-    at_least,
-    both,
-    floordiv,
-    less,
-    maximum,
-    minimum,
-    mul,
-    rebuild,
-    sub,
-)
+from .expr import Const, Coord, Elem, Expr, Iota, Param, Var
 from .loops import Kernel, Let, Program, Search, Stmt, Store
 from .rewrite import map_expressions, rewrite_body
 from .spec import ParamKind

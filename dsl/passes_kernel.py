@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from .algebra import add, mul
 from .context import ROW_OK, Context
 from .dtypes import f32
-from .expr import Const, Coord, Elem, Expr, Iota, Tile, Var, add, mul
+from .expr import Const, Coord, Elem, Expr, Iota, Tile, Var
 from .loops import Arg, For, Kernel, KeyLoop, Program, Stmt, Store
 from .passes_select import column_count, fetches, select_kernels, window_workspace
 from .tile import Map

@@ -5,19 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import count
 
-from .context import ROW_OK, Context, seen_by
-from .dtypes import f32, i32
-from .errors import AxisMismatch
-from .expr import (
-    ALWAYS,
-    Const,
-    Coord,
-    Elem,
-    Expr,
-    Iota,
-    KeyField,
-    Tile,
-    Var,
+from .algebra import (
     add,
     at_least,
     both,
@@ -30,11 +18,14 @@ from .expr import (
     minimum,
     mul,
     op,
-    ordered,
     sub,
     substitute,
     where,
 )
+from .context import ROW_OK, Context, seen_by
+from .dtypes import f32, i32
+from .errors import AxisMismatch
+from .expr import ALWAYS, Const, Coord, Elem, Expr, Iota, KeyField, Tile, Var, ordered
 from .loops import Fetch, For, If, Kernel, KeyLoop, KeyReach, Let, Program, Stmt
 from .rewrite import map_expressions, rewrite_body
 from .spec import Listed, Range

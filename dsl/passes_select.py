@@ -2,29 +2,10 @@
 
 from __future__ import annotations
 
+from .algebra import add, at_least, both, floordiv, less, lift, mul, op, sub, where
 from .context import ROW_OK, Context
 from .dtypes import i32
-from .expr import (
-    Const,
-    Coord,
-    Elem,
-    Expr,
-    Iota,
-    KeyField,
-    Param,
-    Tile,
-    Var,
-    add,
-    at_least,
-    both,
-    floordiv,
-    less,
-    lift,
-    mul,
-    op,
-    sub,
-    where,
-)
+from .expr import Const, Coord, Elem, Expr, Iota, KeyField, Param, Tile, Var
 from .loops import Arg, Best, Fetch, Kernel, KeyLoop, Stmt, Store
 from .spec import Listed, Part
 from .tile import NOT_A_CANDIDATE, SelectPass, field_tile

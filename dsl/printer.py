@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import assert_never
 
+from .algebra import rebuild
 from .expr import (
     ALWAYS,
     Const,
@@ -22,7 +23,6 @@ from .expr import (
     Tile,
     Var,
     children,
-    rebuild,
 )
 from .loops import Best, Fetch, For, If, Kernel, KeyLoop, Let, Program, Search, Stmt, Store
 from .scalars import OPS

@@ -1,4 +1,4 @@
-"""The one table of scalar operations: arity, result type, meaning on numbers and on tiles, SymPy form, spelling.
+"""The one table of scalar operations: arity, result type, meaning on numbers and on tiles, spelling.
 
 A backend that needs another form adds a column; `tests/test_scalars.py` walks every row and every column.
 """
@@ -117,32 +117,31 @@ class Row:
     rule: TypeRule
     number: Callable[..., Number]  # on Python numbers
     torch: str  # function of the torch namespace, on tiles
-    sympy: str | None = None  # function of `dsl.bounds` SymPy conversion; None: opaque to the analysis
     infix: str | None = None  # spelling between two operands; None: called by name
 
 
 OPS: dict[str, Row] = {
-    "add": Row(2, arithmetic, operator.add, "add", "Add", "+"),
-    "sub": Row(2, arithmetic, operator.sub, "sub", "Sub", "-"),
-    "mul": Row(2, arithmetic, operator.mul, "mul", "Mul", "*"),
-    "div": Row(2, floating, _div, "div", None, "/"),
-    "floordiv": Row(2, integer, _floordiv, "floor_divide", "FloorDiv", "//"),
-    "mod": Row(2, integer, _mod, "remainder", "Mod", "%"),
-    "max": Row(2, arithmetic, _max, "maximum", "Max"),
-    "min": Row(2, arithmetic, _min, "minimum", "Min"),
+    "add": Row(2, arithmetic, operator.add, "add", "+"),
+    "sub": Row(2, arithmetic, operator.sub, "sub", "-"),
+    "mul": Row(2, arithmetic, operator.mul, "mul", "*"),
+    "div": Row(2, floating, _div, "div", "/"),
+    "floordiv": Row(2, integer, _floordiv, "floor_divide", "//"),
+    "mod": Row(2, integer, _mod, "remainder", "%"),
+    "max": Row(2, arithmetic, _max, "maximum"),
+    "min": Row(2, arithmetic, _min, "minimum"),
     "abs": Row(1, arithmetic, abs, "abs"),
-    "le": Row(2, comparison, operator.le, "le", "Le", "<="),
-    "lt": Row(2, comparison, operator.lt, "lt", "Lt", "<"),
-    "eq": Row(2, comparison, operator.eq, "eq", "Eq", "=="),
-    "ne": Row(2, comparison, operator.ne, "ne", "Ne", "!="),
-    "and": Row(2, logical, lambda a, b: bool(a and b), "logical_and", "And", "and"),
-    "or": Row(2, logical, lambda a, b: bool(a or b), "logical_or", "Or", "or"),
-    "not": Row(1, logical, operator.not_, "logical_not", "Not"),
-    "bitand": Row(2, integer, operator.and_, "bitwise_and", None, "&"),
-    "bitor": Row(2, integer, operator.or_, "bitwise_or", None, "|"),
-    "bitxor": Row(2, integer, operator.xor, "bitwise_xor", None, "^"),
-    "shl": Row(2, integer, operator.lshift, "bitwise_left_shift", None, "<<"),
-    "shr": Row(2, integer, operator.rshift, "bitwise_right_shift", None, ">>"),
+    "le": Row(2, comparison, operator.le, "le", "<="),
+    "lt": Row(2, comparison, operator.lt, "lt", "<"),
+    "eq": Row(2, comparison, operator.eq, "eq", "=="),
+    "ne": Row(2, comparison, operator.ne, "ne", "!="),
+    "and": Row(2, logical, lambda a, b: bool(a and b), "logical_and", "and"),
+    "or": Row(2, logical, lambda a, b: bool(a or b), "logical_or", "or"),
+    "not": Row(1, logical, operator.not_, "logical_not"),
+    "bitand": Row(2, integer, operator.and_, "bitwise_and", "&"),
+    "bitor": Row(2, integer, operator.or_, "bitwise_or", "|"),
+    "bitxor": Row(2, integer, operator.xor, "bitwise_xor", "^"),
+    "shl": Row(2, integer, operator.lshift, "bitwise_left_shift", "<<"),
+    "shr": Row(2, integer, operator.rshift, "bitwise_right_shift", ">>"),
     "where": Row(3, choice, lambda c, a, b: a if c else b, "where"),
     "exp": Row(1, floating, _exp, "exp"),
     "log": Row(1, floating, _log, "log"),

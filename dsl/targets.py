@@ -14,10 +14,9 @@ from .spec import Listed, Spec
 class Target:
     name: str
     device: str  # device type of the tensors it takes
-    family: str  # nests are lowered per family: how keys are fetched, what is rounded
 
 
-TARGETS: dict[str, Target] = {t.name: t for t in (Target("interpret", "cpu", "interpret"),)}
+TARGETS: dict[str, Target] = {t.name: t for t in (Target("interpret", "cpu"),)}
 
 
 def target_named(name: str) -> Target:

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import NoReturn, TypeAlias
 
 from . import errors
+from .algebra import op as make_op
 from .dtypes import DType, Kind
 from .expr import Axes, Const, Coord, Dot, Expr, Param, Reduction
-from .expr import op as make_op
 from .printer import show
 from .scalars import OPS, Number
 from .source import here

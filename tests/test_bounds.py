@@ -13,10 +13,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tilewright.dsl.algebra import add as plus
+from tilewright.dsl.algebra import both, either, floordiv, lift, mul, op, sub
 from tilewright.dsl.bounds import MOST_ALTERNATIVES, Interval, analyse
 from tilewright.dsl.dtypes import boolean, f32, i32, i64
-from tilewright.dsl.expr import Const, Coord, Expr, Op, Param, Var, both, either, floordiv, lift, mul, op, sub, walk
-from tilewright.dsl.expr import add as plus
+from tilewright.dsl.expr import Const, Coord, Expr, Op, Param, Var, walk
 from tilewright.dsl.scalars import OPS, Number
 
 K, Q, N, HEAD = Coord("key", ("key",)), Coord("pos", ("row",)), Coord("num_keys"), Coord("head", ("head",))

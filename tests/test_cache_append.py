@@ -442,7 +442,8 @@ def test_lengths_that_went_negative_since() -> None:
 def test_expanded_pages_and_scales_are_not_written() -> None:
     blocks = torch.zeros(4, 2, 1, 1, HEADS, DIM).expand(-1, -1, -1, 4, -1, -1)
     assert refused(lambda: append(blocks), ArgumentLayoutError) == (
-        "PagedKVCache.append: keys has strides [32, 0, 8, 1]; expected elements that do not overlap, as it is written to"
+        "PagedKVCache.append: keys has strides [32, 0, 8, 1]; "
+        "expected elements that do not overlap, as it is written to"
     )
     stored = torch.zeros(4, 2, 1, 4, HEADS, DIM, dtype=F8)
     per_tensor = torch.ones(1).expand(4, 2, 1, 4, HEADS, 1)  # one scale for all, which a kernel may read

@@ -19,10 +19,11 @@ from support.variants import batch
 
 import tilewright
 from tilewright.dsl import Paged, PerHead, Rows, dot, i32, op, softmax
+from tilewright.dsl.algebra import add, less, mul
 from tilewright.dsl.bounds import analyse
 from tilewright.dsl.dtypes import f32
 from tilewright.dsl.errors import NotFinite, OutOfBounds, VerifyError
-from tilewright.dsl.expr import Const, Elem, Expr, Iota, Tile, Var, add, less, mul
+from tilewright.dsl.expr import Const, Elem, Expr, Iota, Tile, Var
 from tilewright.dsl.interp import Interpreter
 from tilewright.dsl.interp_values import Frame
 from tilewright.dsl.loops import Alloc, Arg, For, If, Kernel, Let, Program, Stmt, Store

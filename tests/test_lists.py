@@ -554,11 +554,11 @@ def test_contents_of_listed_rows_are_checked(rng: np.random.Generator, monkeypat
     """TILEWRIGHT_VALIDATE=1 names a listed row that is not finite, and minds no other."""
     monkeypatch.setenv("TILEWRIGHT_VALIDATE", "1")
     data = Batch(rng)
-    slots = torch.tensor([[0, -1, 2]] * 8, dtype=torch.int32)
+    slots = torch.tensor([[0, -1, 2, -1]] * 8, dtype=torch.int32)
     cache = data.leaf(seen=[[0, 2], [], [0, 2]])
     run(own, data, slots=slots, cache=cache)
-    slots[4, 1] = 1
-    with pytest.raises(NotFinite, match=r"cache_k of sequence 2, .*: a visible slot holds NaN or infinity"):
+    slots[4, 3] = 1
+    with pytest.raises(NotFinite, match=r"cache_k of sequence 2, key 1: a visible slot holds NaN or infinity"):
         run(own, data, slots=slots, cache=cache)
 
 
