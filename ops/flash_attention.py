@@ -31,6 +31,7 @@ def flash_attention(
     mask: Const,
     with_lse: Const[bool] = False,
 ):
+    """Softmax attention over a paged cache under any predicate, with a logit per head in the denominator."""
     keys = kv.keys(where=mask)
     out = softmax(dot(q, keys) * scale, sink=sink) @ keys.v
     return {"out": out, "lse": lse(out)} if with_lse else out

@@ -29,6 +29,7 @@ def mla_indexer(
     mask: Const,
     kpool: Const[int] = 1,
 ):
+    """The float8 keys with the largest k_scale * sum over heads of relu(<q, k>) * q_s (DeepSeek-V3.2, -V4)."""
     keys = k.keys(where=mask, pool=kpool)
     per_head = relu(dot(q, keys)) * q_s
     return topk(sum(per_head, over="head") * keys.scale, top_k)

@@ -38,6 +38,7 @@ def latent_sparse_attention(
     window: Const[int],
     with_lse: Const[bool] = False,
 ):
+    """Attention to recent rows and to listed entries of another cache, rows being keys and values (DeepSeek-V4)."""
     parts: list[Keys] = []
     if swa_cache is not None:
         parts.append(swa_cache.keys(where=lambda query, key: (key <= query) & (query - key < window)))

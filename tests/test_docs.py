@@ -63,3 +63,16 @@ def test_snippets_run(page: str, code: str, tmp_path: Path) -> None:
     file = tmp_path / f"{page}.py"
     file.write_text(code)
     exec(compile(code, str(file), "exec"), {"__name__": "snippet"})
+
+
+def test_operator_table_is_the_library() -> None:
+    """Every operator is listed with its file and the first line of its docstring."""
+    from tilewright.commands.operators import library
+
+    documented = {r[0].strip("`"): (r[1].strip("`"), r[2]) for r in rows("operators.md")}
+    expected = {
+        name: (f"ops/{o.fn.__module__.split('.')[-1]}.py", (o.__doc__ or "").strip().split("\n")[0])
+        for name, o in library().items()
+    }
+    assert documented == expected
+    assert all(first for _, first in expected.values())

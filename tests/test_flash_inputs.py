@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from math import inf
 from typing import Any
 
@@ -228,6 +229,19 @@ def test_inference_mode_and_gradients(threads: str, rng: np.random.Generator, mo
     with_gradients = public(data.q.clone().requires_grad_(), data.offsets, cache)
     assert not with_gradients.requires_grad
     assert_same_bits(with_gradients, expected)
+
+
+def test_calls_at_once() -> None:
+    """Threads of one process call at the same time, on batches of their own, with programs that they share."""
+
+    def one(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        data = content(rng, [seed % 40, 3], [1 + seed % 20, 2], heads=4, kv_heads=2)
+        out = public(data.q, data.offsets, place(data, rng, page_size=3), decode_dispatch_metadata=1 + seed % 2)
+        assert_close(out, flash(data.ragged, data.q64, data.keys, data.values, CAUSAL, 1.0)[0])
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, range(64)))
 
 
 def test_junk_entries_are_never_read(rng: np.random.Generator) -> None:

@@ -211,11 +211,11 @@ def run(
 @main.command()
 @json_option
 def demo(as_json: bool) -> None:
-    """Serve a model on our attention, show the loop nest it ran, and check and time a table of cases.
+    """Serve models on our operators, show the loop nest they ran, and check and time a table of cases.
 
-    The model is a tiny random gpt-oss from transformers (pip install 'tilewright[models]'): its prompts and decode
-    rows go through our paged cache and attention in packed ragged batches, and its logits and tokens must be those of
-    its own eager attention. Nothing is downloaded.
+    The models are a tiny random gpt-oss and DeepSeek-V4 from transformers (pip install 'tilewright[models]'): prompts
+    and decode rows go through our paged caches, attention and indexer in packed ragged batches, and logits and tokens
+    must be those of their own eager attention. Nothing is downloaded.
 
     \b
     Examples:
