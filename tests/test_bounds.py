@@ -300,6 +300,7 @@ def test_any_predicate_is_sound(where: Expr, tiles: list[Box]) -> None:
         assert faults(where, found, box) == []
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(combined(OPAQUE | USUAL | comparisons(NUMBERS)), st.lists(BOXES, min_size=1, max_size=2))
 def test_opaque_parts_stay_sound(where: Expr, tiles: list[Box]) -> None:
@@ -320,6 +321,7 @@ def test_division_by_zero_is_left_to_the_mask() -> None:
     assert analyse(le(floordiv(K, 0), Q)) == analyse(Param("tree", ("row", "key"), boolean))
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(PREDICATES)
 def test_results_use_nothing_but_the_tile(where: Expr) -> None:

@@ -154,6 +154,7 @@ def test_rows_land_in_their_slots_and_nothing_else_changes(step: Step, given_dty
     assert torch.equal(step.lengths, lengths)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(steps((F8,)), st.floats(0, 6))
 def test_quantized_rows_are_within_half_an_ulp(step: Step, spread: float) -> None:

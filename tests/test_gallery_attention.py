@@ -82,6 +82,7 @@ MANY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "schedule"), MANY)
 def test_is_its_reference(name: str, schedule: Schedule, seed: int) -> None:
     """Rows, heads, keys, partitions and masks in any way."""

@@ -112,6 +112,7 @@ def test_schedules(overlap: bool, schedule: Schedule, rng: np.random.Generator) 
     torch.testing.assert_close(out.double(), expected(data, bias, rate, dim, overlap), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @each(*SCHEDULES, quick=2)
 def test_pooled_keys(schedule: Schedule, rng: np.random.Generator) -> None:
     """The mean of each window, and its bounds, by key-value head."""

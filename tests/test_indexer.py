@@ -122,6 +122,7 @@ def test_c8_equal_scores(length: int, schedule: Schedule, rng: np.random.Generat
 # ---- against the reference -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["causal", "null"])
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 @EVERY_SCHEDULE
@@ -331,6 +332,7 @@ def test_poison_in_what_no_row_sees(rng: np.random.Generator, monkeypatch: pytes
 # ---- what does not change a result -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", [1, 3])
 @EVERY_SCHEDULE
 def test_every_budget(pool: int, schedule: Schedule, rng: np.random.Generator) -> None:

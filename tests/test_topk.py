@@ -148,6 +148,7 @@ def test_order(scores: list[float], schedule: Schedule) -> None:
         assert_values(values, [[scores[j] if j >= 0 else -INF for j in expected]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [65535, 65536, 65537, 140_001])
 @pytest.mark.parametrize("k", [1, 300, 140_002])
 def test_long_rows(count: int, k: int) -> None:
@@ -247,6 +248,7 @@ def test_predicates(name: str, schedule: Schedule, rng: np.random.Generator) -> 
         assert_values(found["values"], values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads_per_tile", [None, 1, 2])
 @pytest.mark.parametrize("name", ["causal", "two ranges", "none"])
 @EVERY_SCHEDULE
