@@ -112,7 +112,7 @@ def run(
     if checked is not False:
         validate(op, spec, ready.program, bound, offsets.to(torch.int64).numpy(), names)
     if bound.rows:
-        _execute(op, ready, bound, offsets, results, set(given), checked is True, budget_bytes)
+        _execute(op, ready, bound, offsets, results, set(given), checked, budget_bytes)
     return results
 
 
@@ -123,13 +123,16 @@ def _execute(
     offsets: Tensor,
     results: dict[str, Tensor],
     given: set[str],
-    contents: bool,
+    checked: bool | None,
     budget_bytes: int,
 ) -> None:
-    """Run the program. One that may yet refuse a value leaves the caller's buffers alone until it has finished."""
+    """Run the program. One that may yet refuse a value leaves the caller's buffers alone until it has finished.
+
+    checked: what TILEWRIGHT_VALIDATE says; by default (None) everything that could be refused has been looked at.
+    """
     start = time.perf_counter()
-    may_fail = contents or ready.program.checks_reads
-    made = {n: torch.empty_like(t) if may_fail and n in given else t for n, t in results.items()}
+    may_fail = checked is not None or ready.program.checks_reads
+    made = {n: t.clone() if may_fail and n in given else t for n, t in results.items()}  # rows of nobody stay
     tensors = {**bound.tensors, "offsets": offsets, **made}
     ready.interpreter.run(tensors, bound.scalars, threads=knobs.THREADS.get(), budget_bytes=budget_bytes)
     for n, t in results.items():

@@ -175,7 +175,8 @@ class _IndexLoad:
         if good.any():
             at = _checked(self.e, self.scope, index, good, tensor.shape, tuple(range(tensor.ndim)))
             np.copyto(out, tensor[tuple(at)], where=good)
-            if self._is_table() and int(out.min()) < 0:  # nests take -1 for a key that is not read
+            pages_of = self.scope.args[self.e.tensor].pages_of
+            if pages_of is not None and int(out.min()) < 0:  # nests take -1 for a key that is not read
                 raise errors.OutOfBounds(
                     loc=self.e.loc,
                     kernel=self.scope.kernel.name,
@@ -183,14 +184,9 @@ class _IndexLoad:
                     tensor=self.e.tensor,
                     axis=0,
                     index=int(out.min()),
-                    extent=f.tensors[self.e.tensor.removesuffix("_table") + "_k"].shape[0],
+                    extent=f.tensors[pages_of].shape[0],
                 )
         return out
-
-    def _is_table(self) -> bool:
-        """Whether this is a cache's lookup table, whose entries are pages."""
-        name, shape = self.e.tensor, self.scope.args[self.e.tensor].shape
-        return shape[1:] == (name.removesuffix("_table") + "_max_pages",)
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,7 @@ class Arg:
     dtype: DType
     shape: tuple[int | str, ...]
     fill: int | None = None  # what a workspace starts as; None: NaN
+    pages_of: str | None = None  # of a lookup table: the tensor whose pages it holds
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,10 @@ def _arguments(cx: Context) -> tuple[Arg, ...]:
 def _leaf_arguments(p: Declared, cx: Context) -> list[Arg]:
     """One strided view per field, layer and kind chosen by the caller: four axes, so that bulk copies can take them."""
     leaf = cx.binding.leaf(p.name)
-    out = [Arg(f"{p.name}_table", i32, ("batch", f"{p.name}_max_pages")), Arg(f"{p.name}_lengths", i32, ("batch",))]
+    out = [
+        Arg(f"{p.name}_table", i32, ("batch", f"{p.name}_max_pages"), pages_of=f"{p.name}_k"),
+        Arg(f"{p.name}_lengths", i32, ("batch",)),
+    ]
     fields = [("k", p.axes)] + ([("v", p.value_axes)] if leaf.values else [])
     for name, (feature,) in fields:
         width = cx.binding.size(feature)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewright import PagedKVCache, run
-from tilewright.dsl import Const, Paged, Rows, dot, f32, log, op, pos, softmax, sqrt, sum, topk
+from tilewright.dsl import Const, Paged, Rows, dot, f32, i32, log, op, pos, softmax, sqrt, sum, topk
 from tilewright.dsl import Tensor as Captured
 from tilewright.dsl import key as key_position
 from tilewright.dsl.errors import (
@@ -19,6 +19,7 @@ from tilewright.dsl.errors import (
     ArgumentLayoutError,
     ArgumentValueError,
     AxisMismatch,
+    OutOfBounds,
 )
 from tilewright.dsl.expr import Const as Number
 from tilewright.dsl.schedule import Schedule
@@ -166,3 +167,27 @@ def test_constants_are_told_apart() -> None:
     assert len(prints) == 4
     assert len({Number(x) for x in (1, 1.0, True, 0.0, -0.0)}) == 5
     assert Number(float("nan")) == Number(float("nan"))
+
+
+def test_unchecked_calls_leave_buffers_alone_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With checks of values off, the nest itself refuses a page outside the pool, and the buffer stays as it was."""
+    monkeypatch.setenv("TILEWRIGHT_VALIDATE", "0")
+    leaf = cache().layer(0)
+    leaf.lookup_table[1, 0] = 99  # of the second sequence: the first has been computed by then
+    buffer = torch.full((ROWS, HEADS, DIM), 7.0)
+    with pytest.raises(OutOfBounds):
+        run(plain, {"q": query(), "kv": leaf}, OFFSETS, outputs={"out": buffer})
+    assert (buffer == 7.0).all()
+
+
+def test_a_captured_tensor_may_look_like_a_lookup_table() -> None:
+    """What is a table is known from the declaration, not guessed from names: negative elements of others are values."""
+
+    @op
+    def shifted(q: Rows["head", "dim"], kv: Paged["dim"], foo: Captured["seq", "max_pages", i32]):
+        keys = kv.keys(where=lambda query, key: key <= query)
+        return softmax(dot(q, keys) + foo[key_position // 4]) @ keys.v
+
+    foo = torch.full((2, 2), -3, dtype=torch.int32)
+    out = run(shifted, {"q": query(), "kv": cache().layer(0), "foo": foo}, OFFSETS)["out"]
+    torch.testing.assert_close(out, call(plain)["out"], rtol=1e-5, atol=1e-6)
