@@ -150,3 +150,24 @@ class NotFinite(TilewrightError, ValueError):
     """Checked mode met a visible key row that is not finite."""
 
     template = "{tensor} of sequence {seq}, key {key}: a visible slot holds NaN or infinity; expected finite values"
+
+
+# ---- native code and where it is kept ----------------------------------------------------------------------------
+
+
+class CompileError(TilewrightError, RuntimeError):
+    """The C compiler failed on generated code, or did not end. The source is kept."""
+
+    template = "{compiler} on {name}: {problem}\n  source: {path}\n  command: {command}"
+
+
+class LoadError(TilewrightError, OSError):
+    """A compiled library that the system's loader refuses."""
+
+    template = "cannot load {path}: {problem}"
+
+
+class UnsafeCache(TilewrightError, PermissionError):
+    """A cache folder that others could write to: what it holds is executed."""
+
+    template = "cache folder {path} {problem}; expected {expected}"

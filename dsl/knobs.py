@@ -60,5 +60,10 @@ DEBUG = Knob(
     "1: schedules; 2: and times; 4: and loop nests; 5: and after every pass",
 )
 THREADS: Knob[int | None] = Knob("TILEWRIGHT_THREADS", None, _between(1, 4096), "1 to 4096", "worker threads")
+CPU_ISA: Knob[str | None] = Knob(
+    "TILEWRIGHT_CPU_ISA", None, str, "an instruction set's name", "what native CPU code is compiled for"
+)
+CC: Knob[str | None] = Knob("TILEWRIGHT_CC", None, str, "a command", "C compiler of native CPU code")
+CACHE_DIR: Knob[str | None] = Knob("TILEWRIGHT_CACHE_DIR", None, str, "a folder", "where compiled code is kept")
 
-KNOBS = (TARGET, INTERPRET, VALIDATE, DEBUG, THREADS)
+KNOBS = (TARGET, INTERPRET, VALIDATE, DEBUG, THREADS, CPU_ISA, CC, CACHE_DIR)

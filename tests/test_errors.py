@@ -197,9 +197,10 @@ def test_every_class_has_a_golden_message() -> None:
 def test_errors_cross_processes(kind: type[TilewrightError], tmp_path: Path) -> None:
     """Each can be pickled, and says the same afterwards."""
     names = "message what problem got expected op argument field value target known name kernel access tensor"
+    more = "axis index extent after seq key path command compiler"
     located = traced(f"{HEAD}    return s\n", tmp_path).loc
     for loc in (None, located):
-        e = kind(loc=loc, **{n: f"<{n}>" for n in f"{names} axis index extent after seq key".split()})
+        e = kind(loc=loc, **{n: f"<{n}>" for n in f"{names} {more}".split()})
         again = pickle.loads(pickle.dumps(e))
         assert type(again) is kind
         assert (str(again), again.loc, again.fields) == (str(e), loc, e.fields)

@@ -1,0 +1,110 @@
+"""Which C compiler builds native CPU code: the one asked for, the system's, else the one that PyPI has."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tilewright.dsl import knobs
+from tilewright.dsl.errors import BadEnvironment
+
+FLAGS: Final = (
+    "-O3",
+    "-std=gnu11",
+    "-fPIC",
+    "-shared",
+    "-ffp-contract=off",  # fused only where the source says so: the same bits from every compiler
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-sanitize=undefined",  # zig turns it on
+    "-pthread",
+    "-fvisibility=hidden",
+)
+SYSTEM: Final = ("cc", "gcc", "clang")
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A command that takes gcc's options, and what it says it is."""
+
+    command: tuple[str, ...]
+    version: str
+
+    @property
+    def is_zig(self) -> bool:
+        return self.version.startswith("zig ")
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Options for every source. Left alone, zig compiles for the processor it runs on and its newest libc."""
+        return (*FLAGS, "-target", f"{platform.machine()}-linux-gnu.2.28") if self.is_zig else FLAGS
+
+
+class _Broken(Exception):
+    """A command that cannot say its version."""
+
+
+def find_compiler() -> Compiler | None:
+    """TILEWRIGHT_CC, else cc, gcc or clang on PATH, else PyPI's ziglang, else None.
+
+    Raises BadEnvironment where TILEWRIGHT_CC does not run. Any other compiler that does not is passed over, with a
+    warning.
+    """
+    return _find(knobs.CC.get(), os.environ.get("PATH"))
+
+
+@functools.lru_cache(maxsize=16)
+def _find(asked: str | None, path: str | None) -> Compiler | None:
+    """`path` is there for the cache: another PATH has other compilers."""
+    if asked is not None:
+        try:
+            return _compiler(tuple(shlex.split(asked)))
+        except (ValueError, _Broken) as e:
+            raise BadEnvironment(name=knobs.CC.name, value=asked, expected=f"a C compiler: {e}") from None
+    for command in _candidates():
+        try:
+            return _compiler(command)
+        except _Broken as e:
+            warnings.warn(f"C compiler passed over: {e}", RuntimeWarning, stacklevel=3)
+    return None
+
+
+def _candidates() -> list[tuple[str, ...]]:
+    found = [(path,) for name in SYSTEM if (path := shutil.which(name))]
+    zig = [(sys.executable, "-m", "ziglang", "cc")] if importlib.util.find_spec("ziglang") else []
+    return [*found, *zig]
+
+
+def _compiler(command: tuple[str, ...]) -> Compiler:
+    if not command or (program := shutil.which(command[0])) is None:
+        raise _Broken(f"{command[0] if command else 'nothing'} is not a program")
+    command = (program, *command[1:])  # as found now, whatever PATH says later
+    zig = command[-1] == "cc" and "zig" in Path(command[-2:][0]).name
+    answer = _answer((*command[:-1], "version") if zig else (*command, "--version"))
+    return Compiler(command, f"zig {answer}" if zig else answer)
+
+
+def _answer(command: tuple[str, ...]) -> str:
+    """The first line that a command prints."""
+    shown = shlex.join(command)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=60, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired) as e:
+        raise _Broken(f"{shown}: {e}") from None
+    lines = done.stdout.split("\n")
+    if done.returncode or not lines[0]:
+        said = (done.stderr.strip().split("\n")[0] or "nothing").strip()
+        raise _Broken(f"{shown} ended with status {done.returncode} and said {said}")
+    return lines[0].strip()

@@ -1,0 +1,84 @@
+"""What native CPU code may use: instruction sets, widest last. Read from /proc/cpuinfo, so that nothing is imported."""
+
+from __future__ import annotations
+
+import functools
+import platform
+from dataclasses import dataclass
+
+from . import knobs
+from .errors import BadEnvironment
+
+
+@dataclass(frozen=True)
+class Isa:
+    name: str
+    lanes: int  # float32 elements of a vector
+    micro_rows: int  # rows of a register block: with three vectors a row, it leaves registers for its operands
+    bf16_dot: bool  # products of bfloat16 pairs added to float32
+    machine: str  # as platform.machine() says, or "any"
+    features: tuple[str, ...]  # as /proc/cpuinfo lists them
+    flags: tuple[str, ...]  # for the compiler
+
+    def missing(self) -> tuple[str, ...]:
+        """What this processor lacks of it."""
+        if self.machine not in ("any", platform.machine()):
+            return (self.machine,)
+        return tuple(f for f in self.features if f not in processor_features())
+
+
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", *_AVX2)
+
+
+def _x86(
+    name: str, lanes: int, micro_rows: int, features: tuple[str, ...], flags: tuple[str, ...], bf16: bool = False
+) -> Isa:
+    return Isa(name, lanes, micro_rows, bf16, "x86_64", features, flags)
+
+
+ISAS: dict[str, Isa] = {
+    isa.name: isa
+    for isa in (
+        Isa("portable", 4, 4, False, "any", (), ()),
+        _x86("avx2", 8, 4, _AVX2, tuple(f"-m{f}" for f in _AVX2)),
+        _x86("avx512", 16, 8, _AVX512, tuple(f"-m{f}" for f in _AVX512)),
+        _x86("avx512bf16", 16, 8, (*_AVX512, "avx512_bf16"), (*(f"-m{f}" for f in _AVX512), "-mavx512bf16"), bf16=True),
+    )
+}
+
+
+@functools.cache
+def processor_features() -> frozenset[str]:
+    """Flags of the first processor: the kernel lists what all of them and the operating system support."""
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
+            for line in lines:
+                if line.startswith(("flags", "Features")):
+                    return frozenset(line.partition(":")[2].split())
+    except OSError:
+        pass
+    return frozenset()
+
+
+@functools.cache
+def supported() -> tuple[Isa, ...]:
+    """Instruction sets of this processor, widest last; `portable` is always there."""
+    return tuple(isa for isa in ISAS.values() if not isa.missing())
+
+
+def best_isa() -> Isa:
+    """The one that TILEWRIGHT_CPU_ISA names, else the widest that this processor has.
+
+    Raises BadEnvironment for an unknown name, or one that this processor cannot run.
+    """
+    name = knobs.CPU_ISA.get()
+    if name is None:
+        return supported()[-1]
+    here = ", ".join(isa.name for isa in supported())
+    if name not in ISAS:
+        raise BadEnvironment(name=knobs.CPU_ISA.name, value=name, expected=f"one of {', '.join(ISAS)}")
+    if missing := ISAS[name].missing():
+        expected = f"one of {here}: this processor lacks {', '.join(missing)}"
+        raise BadEnvironment(name=knobs.CPU_ISA.name, value=name, expected=expected)
+    return ISAS[name]
