@@ -46,6 +46,24 @@ def block(tensor: torch.Tensor, index: Sequence[Ints]) -> torch.Tensor | None:
     return split
 
 
+def rows_at(tensor: torch.Tensor, index: Sequence[Ints]) -> torch.Tensor:
+    """`tensor[index]`, a copy: [dimensions of the indices.., the tensor's remaining ones..].
+
+    index: one array per leading dimension of `tensor`, in bounds. By one index over memory where strides are multiples
+    of the last, as they are in any pool of pages: that copies rows, where several indices copy element by element.
+    """
+    leading, rest = tensor.shape[: len(index)], tensor.shape[len(index) :]
+    strides = tensor.stride()[: len(index)]
+    unit = strides[-1]
+    if unit == 0 or any(s % unit for s in strides) or tensor.numel() == 0:
+        return tensor[tuple(torch.from_numpy(np.ascontiguousarray(i)) for i in index)]
+    steps = [s // unit for s in strides]
+    count = 1 + sum((n - 1) * step for n, step in zip(leading, steps, strict=True))
+    rows = tensor.as_strided((count, *rest), (unit, *tensor.stride()[len(index) :]))
+    place = np.asarray(sum(i * step for i, step in zip(index, steps, strict=True)))
+    return rows.index_select(0, torch.from_numpy(place.reshape(-1))).view(*place.shape, *rest)
+
+
 def kept_rows(index: list[Ints], dim: int, keep: Ints) -> list[Ints]:
     """Indices at the kept places of one dimension."""
     return [np.take(i, keep, axis=dim) if i.shape[dim] > 1 else i for i in index]

@@ -14,7 +14,8 @@ import torch
 from . import errors
 from .dtypes import Kind
 from .expr import Axes, Elem, Expr, Tile, Var, walk
-from .interp_blocks import block, consecutive, kept_rows
+from .interp_blocks import block, consecutive, kept_rows, rows_at
+from .interp_convert import as_float32
 from .interp_values import Array, Code, Frame, Ints, Scalar, Scope, as_ints, compile_value
 
 Guard: TypeAlias = npt.NDArray[np.bool_]
@@ -219,7 +220,7 @@ class _Layout:
         if (*self.outer, *self.inner) != self.axes:
             at = {a: n + 1 for n, a in enumerate((*self.outer, *self.inner))}
             x = x.permute(0, *(at[a] for a in self.axes))
-        return x.to(torch.float32)
+        return as_float32(x)
 
 
 @dataclass(frozen=True)
@@ -255,10 +256,10 @@ class _TileLoad:
 
     def _read(self, tensor: torch.Tensor, index: list[Ints], good: Guard) -> torch.Tensor:
         if not index:  # all of a tensor
-            return tensor.reshape((1,) * good.ndim + tuple(tensor.shape)).to(torch.float32)
+            return as_float32(tensor.reshape((1,) * good.ndim + tuple(tensor.shape)))
         at = _checked(self.layout.e, self.layout.scope, index, good, tuple(tensor.shape), self.layout.order)
         view = block(tensor, at)
-        return (tensor[tuple(torch.from_numpy(i) for i in at)] if view is None else view).to(torch.float32)
+        return as_float32(rows_at(tensor, at) if view is None else view)
 
 
 def _with(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
@@ -328,7 +329,7 @@ class _RowLoad:
     def _sliced(
         self, rows: torch.Tensor, at: list[Ints], good: Guard, starts: list[int], tensor: torch.Tensor, lane: int
     ) -> torch.Tensor:
-        """[lanes, rows, features] by slices: a view when there is one, else a float32 copy in the order of memory."""
+        """[lanes, rows, features] by slices: a view when there is one, else a copy in the order of memory."""
         runs: list[tuple[int, int, torch.Tensor | None]] = []
         for a, b in pairwise(starts):
             if not good[a]:
@@ -349,14 +350,15 @@ class _RowLoad:
                 piece = piece[first] if n < len(at) - 1 else piece[first : last + 1]
             runs.append((a, b, piece.movedim(0, 1) if lane else piece))
         if len(runs) == 1 and runs[0][2] is not None:
-            return runs[0][2].to(torch.float32)
+            return as_float32(runs[0][2])
         shape = [*rows.shape[len(at) :]]
         slots = len(at) - 1
+        dtype = rows.dtype if rows.dtype.itemsize == 1 else torch.float32  # single bytes are converted all at once
         if lane and rows.stride(slots + 1) < rows.stride(slots):  # slot-major pages: keep that order
-            out = torch.empty((self.size, *shape), dtype=torch.float32).movedim(0, 1)
+            out = torch.empty((self.size, *shape), dtype=dtype).movedim(0, 1)
         else:
             shape.insert(lane, self.size)
-            out = torch.empty(shape, dtype=torch.float32)
+            out = torch.empty(shape, dtype=dtype)
         for a, b, source in runs:
             part = out.narrow(lane, a, b - a)
             part.zero_() if source is None else part.copy_(source)
@@ -365,7 +367,7 @@ class _RowLoad:
     def _indexed(self, rows: torch.Tensor, at: list[Ints], good: Guard) -> torch.Tensor:
         dims = tuple(self.layout.order[n] for n, c in enumerate(self.index) if c.axes)
         index = _checked(self.layout.e, self.layout.scope, at, good, tuple(rows.shape), dims)
-        out = rows[tuple(torch.from_numpy(np.ascontiguousarray(i)) for i in index)].to(torch.float32)
+        out = as_float32(rows_at(rows, index))
         if not good.all():
             out = out.masked_fill(torch.from_numpy(~good).view(-1, *(1,) * (out.ndim - 1)), 0.0)
         return out.movedim(0, 1) if any(c.lanes for c in self.index) else out

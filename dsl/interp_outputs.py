@@ -98,32 +98,44 @@ _AT_ONCE = 1 << 16  # order keys that a selection looks at together: all that it
 
 
 def best(s: Best, scope: Scope) -> Do:
-    """The order key above the complemented column makes one integer without ties, so any selection gives one answer.
+    """The order key above the column makes one integer without ties, so any selection gives one answer.
 
-    Columns are looked at a stretch at a time, beside the best so far.
+    Some rows are looked at together, or a stretch of one row beside the best of it so far.
     """
     outer = s.dst.axes[:-1]
     index = [compile_value(i, outer, scope) for i in s.index]
     count, k, name = compile_value(s.count, (), scope).run, scope.sizes[s.dst.axes[-1]], s.dst.name
     whole = (scope.lane_count if name in scope.varying else 1, *(scope.sizes[a] for a in outer))
-    step, last = max(k, _AT_ONCE // math.prod(whole)), (1 << 32) - 1
 
     def run(f: Frame) -> None:
-        window, n = f.tensors[s.window], int(count(f))
+        window, n = f.tensors[s.window].numpy(), int(count(f))
         clipped = [np.clip(_index(c.run(f), len(whole)), 0, m - 1) for c, m in zip(index, window.shape, strict=False)]
-        at = tuple(torch.from_numpy(np.ascontiguousarray(i)) for i in clipped)
-        best = torch.empty((*whole, 0), dtype=torch.int64)
-        for first in range(0, n, step):
-            end = min(n, first + step)
-            unique = (window[..., first:end][at].to(torch.int64) << 32) | torch.arange(last - first, last - end, -1)
-            seen = torch.cat([best, unique], -1) if first else unique
-            best = seen.topk(min(k, end), dim=-1, sorted=True).values
-        columns = torch.where((best >> 32) > NOT_A_CANDIDATE, last - (best & last), -1)
-        out = np.full((*whole, k), -1, np.int64)
-        out[..., : min(k, n)] = columns.expand(*whole, min(k, n)).numpy()
-        f.tiles[name] = out
+        at = [np.broadcast_to(i, whole).reshape(-1) for i in clipped]
+        out = np.full((math.prod(whole), k), -1, np.int64)
+        rows = max(1, _AT_ONCE // max(1, n))
+        for first in range(0, len(out), rows):
+            few = tuple(i[first : first + rows] for i in at)
+            out[first : first + rows, :n] = _best_columns(window, few, n, k)
+        f.tiles[name] = out.reshape(*whole, k)
 
     return run
+
+
+def _best_columns(window: Ints, rows: tuple[Ints, ...], n: int, k: int) -> Ints:
+    """[rows, min(k, n)]: best columns first, then -1."""
+    found = np.empty((len(rows[0]), 0), np.int64)
+    step = max(k, _AT_ONCE)
+    for first in range(0, n, step):
+        # Complemented, so that the best are the smallest, and of equal keys the first column is.
+        unique = ~window[..., first : min(n, first + step)][rows].astype(np.int64)
+        unique <<= 32
+        unique |= np.arange(first, first + unique.shape[-1])
+        found = np.concatenate([found, unique], -1) if first else unique
+        if k < found.shape[-1]:
+            found.partition(k - 1, -1)
+            found = found[:, :k].copy()
+    found.sort(-1)
+    return np.where(~(found >> 32) > NOT_A_CANDIDATE, found & ((1 << 32) - 1), -1)
 
 
 def show(s: Show, scope: Scope, hooks: Hooks) -> Do:

@@ -32,10 +32,10 @@ def default_schedule(target: Target, spec: Spec, binding: Binding, rows: int, ba
     if lists:
         heads = 1 if any("head" in part.axes for part in lists) else None
         return Schedule(rows=1, heads=heads, keys=512, start="first")
-    if spec.selects and mean == 1:
-        return Schedule(rows=1, keys=4096)
     if spec.selects:  # a tile holds scores of all heads, and keys are decoded once per row tile
-        return Schedule(rows=min(32, mean), keys=512)
+        few = min(32, mean)
+        most = max(512, min(4096, (1 << 21) // (few * binding.heads)))
+        return Schedule(rows=few, keys=1 << (most.bit_length() - 1))  # a power of two, as page sizes are
     if (width := _score_width(spec, binding)) > 16:  # a score for each feature: far fewer points make a tile
         few = min(4, mean)
         return Schedule(rows=few, keys=max(8, min(128, (1 << 18) // (few * width))))

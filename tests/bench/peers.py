@@ -1,4 +1,4 @@
-"""Baselines: what a user of torch would run on the same paged input, and the reference that all are checked against.
+"""Baselines of attention: what a user of torch would run on the same paged input, and the reference for all methods.
 
 Each is made by a function of a workload and is then called without arguments. Masks are made beforehand and not timed,
 which favours the baselines.
@@ -7,15 +7,14 @@ which favours the baselines.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.nn.functional as F
+from suite import Method
 from torch import Tensor
 from workloads import DIM, GROUP, HEADS, KV_HEADS, PAGE, SCALE, Workload
-
-Method = Callable[[], Tensor]
 
 # Largest error relative to the largest value. In bfloat16 the baselines round scores and weights.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}

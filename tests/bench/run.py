@@ -6,56 +6,110 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
 
+if TYPE_CHECKING:  # torch takes a second to load, which --help need not
+    from limits import Limits
+    from suite import Suite
+
 ROOT = Path(__file__).parents[2]
+OPERATORS = ("attention", "latent", "indexer")
+STARTUP = "startup"
 
 
 @click.command()
-@click.option("--only", type=click.Choice(["attention", "startup"]), help="One part; by default both.")
+@click.option("--only", type=click.Choice([*OPERATORS, STARTUP]), help="One part; by default all.")
 @click.option(
     "--threads", type=click.IntRange(1, 64), default=1, show_default=True, help="1: CPU time; more: wall time."
 )
 @click.option(
     "--budget", type=click.FloatRange(min=0), default=300, show_default=True, help="Seconds of timing, roughly."
 )
-@click.option("--match", default="", metavar="TEXT", help="Only the attention workloads whose name has TEXT in it.")
+@click.option("--match", default="", metavar="TEXT", help="Only the operators' workloads whose name has TEXT in it.")
 @click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Also write the figures here.")
 def main(only: str | None, threads: int, budget: float, match: str, path: Path | None) -> None:
     """Time Tilewright on this machine's CPU against what torch offers."""
-    import attention
-    import startup
-
-    if not any(match in n for n in attention.names()):
-        raise click.BadParameter(f"no workload has {match!r} in its name: {'; '.join(attention.names())}")
+    operators = [] if only == STARTUP else [only] if only else list(OPERATORS)
+    suites = _matching(operators, match)
     console = Console(width=None if os.isatty(1) else 132)
-    clock = "CPU time of one thread" if threads == 1 else f"wall time of {threads} threads"
     facts = _facts(threads)
     for name, value in facts.items():
         console.print(f"{name}: {value}", highlight=False)
-    console.print(
-        f"{clock}, medians over interleaved rounds; spread is interquartile range / median. Other jobs may share this "
-        "machine: CPU time is safe from preemption, not from their use of caches and memory; wall time is safe from "
-        "neither.\n",
-        highlight=False,
-    )
     report: dict[str, object] = {"facts": facts}
     share = budget if only else budget / 2
     with console.status("") as status:
-        if only != "startup":
-            results = attention.measure(threads=threads, seconds=share, match=match, advance=status.update)
-            attention.show(results, console, clock)
-            report["attention"] = attention.as_json(results)
-        if only != "attention":
-            figures = startup.measure(threads=threads, seconds=share, advance=status.update)
-            startup.show(figures, console)
-            report["startup"] = startup.as_json(figures)
+        if suites:
+            report |= _operators(suites, threads, share, match, console, status.update)
+        if only in (None, STARTUP):
+            report[STARTUP] = _startup(threads, share, console, status.update)
     console.print(f"load now {os.getloadavg()[0]:.1f}", highlight=False)
     if path is not None:
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def _matching(operators: list[str], match: str) -> dict[str, Suite]:
+    """Suites with a workload of that name. Raises BadParameter where there is none."""
+    import attention
+    import indexer
+    import latent
+
+    known: dict[str, Suite] = {"attention": attention, "latent": latent, "indexer": indexer}
+    suites = {name: known[name] for name in operators}
+    names = [n for suite in suites.values() for n in suite.weights()]
+    if names and not any(match in n for n in names):
+        raise click.BadParameter(f"no workload has {match!r} in its name: {'; '.join(names)}")
+    return {name: suite for name, suite in suites.items() if any(match in n for n in suite.weights())}
+
+
+def _operators(
+    suites: dict[str, Suite], threads: int, seconds: float, match: str, console: Console, advance: Callable[[str], None]
+) -> dict[str, object]:
+    """Time and show these operators; what to write of them."""
+    import torch
+    from limits import measured
+    from report import show
+    from suite import clock_for, measure, total_weight
+
+    torch.set_num_threads(threads)
+    advance("limits of this machine")
+    limits = measured(clock_for(threads))
+    clock = "CPU time of one thread" if threads == 1 else f"wall time of {threads} threads"
+    console.print(" ".join(_HOW.format(clock=clock, limits=_spelled(limits)).split()) + "\n", highlight=False)
+    out: dict[str, object] = {"limits": asdict(limits)}
+    total = sum(total_weight(s, match) for s in suites.values())
+    for name, suite in suites.items():
+        part = seconds * total_weight(suite, match) / total
+        results = measure(suite, threads=threads, seconds=part, match=match, limits=limits, advance=advance)
+        show(name, results, console, clock)
+        out[name] = [r.document() for r in results]
+    return out
+
+
+_HOW = """\
+{clock}, medians over interleaved rounds; spread is interquartile range / median. Other jobs may share this machine: CPU
+time is safe from preemption, not from their use of caches and memory; wall time is safe from neither. The limit of a
+workload is its arithmetic in its operands' dtype (bfloat16 for float8), or its traffic, at torch's best rates here:
+{limits}.
+"""
+
+
+def _spelled(limits: Limits) -> str:
+    rates = [f"{dtype} matrix product {rate / 1e9:.0f} GFLOP/s" for dtype, rate in limits.flops.items()]
+    return ", ".join([*rates, f"reading {limits.bytes / 1e9:.1f} GB/s"])
+
+
+def _startup(threads: int, seconds: float, console: Console, advance: Callable[[str], None]) -> list[dict[str, object]]:
+    import startup
+
+    figures = startup.measure(threads=threads, seconds=seconds, advance=advance)
+    startup.show(figures, console)
+    return startup.as_json(figures)
 
 
 def _facts(threads: int) -> dict[str, str]:

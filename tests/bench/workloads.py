@@ -1,4 +1,4 @@
-"""What is timed: ragged batches over a paged cache, with the arithmetic and the memory traffic that each needs.
+"""What attention is timed on: ragged batches over a paged cache, with the arithmetic and traffic that each needs.
 
 Sizes are those of an 8-billion-parameter model: 32 query heads, 8 key-value heads, head_dim 128, pages of 128 keys in
 random order. Unused entries of the page table are -1, so a method that reads past a sequence fails.
