@@ -17,6 +17,7 @@ from typing import Final
 
 from tilewright.dsl import knobs
 from tilewright.dsl.errors import BadEnvironment
+from tilewright.dsl.isa import Isa
 
 FLAGS: Final = (
     "-O3",
@@ -48,6 +49,18 @@ class Compiler:
     def flags(self) -> tuple[str, ...]:
         """Options for every source. Left alone, zig compiles for the processor it runs on and its newest libc."""
         return (*FLAGS, "-target", f"{platform.machine()}-linux-gnu.2.28") if self.is_zig else FLAGS
+
+    def steps(self, source: str, library: str, headers: Path, isa: Isa) -> tuple[tuple[str, ...], ...]:
+        """The commands that make a shared library of a source.
+
+        zig builds its run-time library, for seconds, once for every instruction set that it links for; so it links for
+        the portable one.
+        """
+        start, options = (*self.command, *self.flags), (*isa.flags, "-I", str(headers))
+        if not self.is_zig:
+            return ((*start, *options, source, "-o", library, "-lm"),)
+        compiled = f"{source}.o"
+        return (*start, *options, "-c", source, "-o", compiled), (*start, compiled, "-o", library, "-lm")
 
 
 class _Broken(Exception):

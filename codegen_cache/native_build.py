@@ -11,6 +11,7 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -34,55 +35,67 @@ def build(source: str, name: str, isa: Isa, compiler: Compiler) -> Path:
     Raises CompileError, which keeps the source, and UnsafeCache. A cache that cannot be written is replaced by a
     temporary folder for this process, with one notice.
     """
-    flags = (*compiler.flags, *isa.flags)
     parts: dict[str, object] = {
         "source": hashlib.sha256(source.encode()).hexdigest(),
         "headers": {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(HEADERS.glob("*.h"))},
-        "flags": flags,
+        "flags": (*compiler.flags, *isa.flags),
         "compiler": compiler.version,
         "isa": isa.name,
         "machine": platform.machine(),
         "libc": os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else None,
     }
-    key = key_of(parts)
+    work = _Work(key_of(parts), parts, source, name, isa, compiler)
     store = Store(cache_root(), "native")
     try:
-        entry = store.find(key) or _build(store, key, parts, source, name, flags, compiler)
+        entry = store.find(work.key) or _build(store, work)
     except UnsafeCache:
         raise
     except OSError as e:
         store = Store(scratch_root(store.root, e), "native")
-        entry = store.find(key) or _build(store, key, parts, source, name, flags, compiler)
+        entry = store.find(work.key) or _build(store, work)
     return entry / LIBRARY
 
 
-def _build(
-    store: Store,
-    key: str,
-    parts: dict[str, object],
-    source: str,
-    name: str,
-    flags: Sequence[str],
-    compiler: Compiler,
-) -> Path:
+@dataclass(frozen=True)
+class _Work:
+    """A library to be made."""
+
+    key: str
+    parts: dict[str, object]  # what the key is made from
+    source: str
+    name: str
+    isa: Isa
+    compiler: Compiler
+
+
+def _build(store: Store, work: _Work) -> Path:
     """Compile under the lock of the key: who comes second finds what the first has made."""
     private_folder(store.root)
-    with store.lock(key) as locked:
-        if (entry := store.find(key)) is not None:
+    with store.lock(work.key) as locked:
+        if (entry := store.find(work.key)) is not None:
             return entry
-        made = store.workplace(key, locked=locked)
+        made = store.workplace(work.key, locked=locked)
         try:
-            (made / SOURCE).write_text(source, encoding="utf-8")
-            command = (*compiler.command, *flags, "-I", str(HEADERS), SOURCE, "-o", LIBRARY, "-lm")
-            problem = _compile(command, made, store.root)
-            if problem is not None:
-                kept = _keep(store, key, made)
-                shown = f"(cd {shlex.quote(str(kept))} && {shlex.join(command)})"
-                program = shlex.join(compiler.command)
-                raise CompileError(compiler=program, name=name, problem=problem, path=kept / SOURCE, command=shown)
-            return store.publish(key, parts, made)
+            (made / SOURCE).write_text(work.source, encoding="utf-8")
+            for command in work.compiler.steps(SOURCE, LIBRARY, HEADERS, work.isa):
+                if (problem := _run(command, made, store.root)) is not None:
+                    raise _failed(store, work, made, command, problem)
+            if not (made / LIBRARY).is_file():
+                raise _failed(store, work, made, command, "ended well, but made no library")
+            return store.publish(work.key, work.parts, made)
         finally:
             shutil.rmtree(made, ignore_errors=True)
+
+
+def _failed(store: Store, work: _Work, made: Path, command: Sequence[str], problem: str) -> CompileError:
+    kept = _keep(store, work.key, made)
+    return CompileError(
+        compiler=shlex.join(work.compiler.command),
+        name=work.name,
+        problem=problem,
+        path=kept / SOURCE,
+        command=f"(cd {shlex.quote(str(kept))} && {shlex.join(command)})",
+    )
 
 
 def _keep(store: Store, key: str, made: Path) -> Path:
@@ -93,11 +106,11 @@ def _keep(store: Store, key: str, made: Path) -> Path:
     return kept
 
 
-def _compile(command: Sequence[str], folder: Path, root: Path) -> str | None:
+def _run(command: Sequence[str], folder: Path, root: Path) -> str | None:
     """Run the compiler in `folder`; what went wrong, or None. What it says goes to a file, where a pipe could fill."""
     environment = {**os.environ, "LC_ALL": "C"}  # errors are looked for in English
     environment.setdefault("ZIG_GLOBAL_CACHE_DIR", str(root / "zig"))
-    with open(folder / OUTPUT, "wb") as output:
+    with open(folder / OUTPUT, "ab") as output:
         try:
             process = subprocess.Popen(
                 command,
@@ -121,8 +134,6 @@ def _compile(command: Sequence[str], folder: Path, root: Path) -> str | None:
                 process.wait()
     if status:
         return _first_error((folder / OUTPUT).read_text(errors="replace")) or f"ended with status {status}"
-    if not (folder / LIBRARY).is_file():
-        return "ended well, but made no library"
     return None
 
 

@@ -7,6 +7,7 @@ against the entry's manifest, and move a damaged entry aside. What is stored is 
 from __future__ import annotations
 
 import atexit
+import errno
 import hashlib
 import json
 import os
@@ -134,17 +135,24 @@ class Store:
 
 def private_folder(path: Path) -> Path:
     """Make a folder that only this user can enter, or find it so; UnsafeCache otherwise."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise _not_a_folder(path.parent) from None
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     _expect_private(path)
     return path
 
 
+def _not_a_folder(path: Path) -> OSError:
+    return NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+
+
 def _expect_private(path: Path) -> None:
     seen = path.stat()
     if not stat.S_ISDIR(seen.st_mode):
-        raise NotADirectoryError(f"{path} is not a folder")
+        raise _not_a_folder(path)
     if seen.st_uid != os.geteuid():
         expected = f"one that user {os.geteuid()} owns: compiled code is executed"
         raise UnsafeCache(path=path, problem=f"belongs to user {seen.st_uid}", expected=expected)
