@@ -72,7 +72,7 @@ def _build(store: Store, work: _Work) -> Path:
     """Compile under the lock of the key: who comes second finds what the first has made."""
     private_folder(store.root)
     with store.lock(work.key) as locked:
-        if (entry := store.find(work.key)) is not None:
+        if (entry := store.find(work.key, locked=True)) is not None:
             return entry
         made = store.workplace(work.key, locked=locked)
         try:

@@ -1,7 +1,8 @@
 """Compiled code on disk: a folder per entry, named by the hash of what it was made from.
 
 An entry appears whole, by one rename, and is never changed afterwards. Readers take no lock: they check every file
-against the entry's manifest, and move a damaged entry aside. What is stored is executed, so no other user may write it.
+against the entry's manifest. A damaged entry is moved aside by who builds it again, under its lock. What is stored is
+executed, so no other user may write it.
 """
 
 from __future__ import annotations
@@ -61,9 +62,10 @@ class Store:
     def path(self, key: str) -> Path:
         return self.root / self.kind / key
 
-    def find(self, key: str) -> Path | None:
-        """The folder of a whole entry; None where there is none, or only a damaged one, which is moved aside.
+    def find(self, key: str, *, locked: bool = False) -> Path | None:
+        """The folder of a whole entry; None where there is none, or only a damaged one.
 
+        Who holds the lock of the key, and will build it again, moves the damaged entry aside, with a warning.
         Raises UnsafeCache where others could have written it.
         """
         entry = self.path(key)
@@ -74,19 +76,12 @@ class Store:
         problem = _damage(entry, key)
         if problem is None:
             return entry
-        if entry.is_dir():  # or another process has just moved it
-            self._quarantine(entry, problem)
-        return None
-
-    def _quarantine(self, entry: Path, problem: str) -> None:
-        aside = self.root / "quarantine" / f"{entry.name}-{time.time_ns()}"
-        with suppress(OSError):
-            private_folder(aside.parent)
+        if locked:
+            aside = private_folder(self.root / "quarantine") / f"{key}-{time.time_ns()}"
             entry.rename(aside)
             text = f"compiled code in {aside} is damaged ({problem}): moved there from {entry}, and made again"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
-            return
-        warnings.warn(f"compiled code in {entry} is damaged ({problem}) and ignored", RuntimeWarning, stacklevel=2)
+        return None
 
     @contextmanager
     def lock(self, key: str) -> Iterator[bool]:

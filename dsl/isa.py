@@ -14,7 +14,7 @@ from .errors import BadEnvironment
 class Isa:
     name: str
     lanes: int  # float32 elements of a vector
-    micro_rows: int  # rows of a register block: with three vectors a row, it leaves registers for its operands
+    micro_rows: int  # rows of a register block, as dsl/cpu/gemm.h has it
     bf16_dot: bool  # products of bfloat16 pairs added to float32
     machine: str  # as platform.machine() says, or "any"
     features: tuple[str, ...]  # as /proc/cpuinfo lists them
@@ -41,9 +41,11 @@ ISAS: dict[str, Isa] = {
     isa.name: isa
     for isa in (
         Isa("portable", 4, 4, False, "any", (), ()),
-        _x86("avx2", 8, 4, _AVX2, tuple(f"-m{f}" for f in _AVX2)),
-        _x86("avx512", 16, 8, _AVX512, tuple(f"-m{f}" for f in _AVX512)),
-        _x86("avx512bf16", 16, 8, (*_AVX512, "avx512_bf16"), (*(f"-m{f}" for f in _AVX512), "-mavx512bf16"), bf16=True),
+        _x86("avx2", 8, 6, _AVX2, tuple(f"-m{f}" for f in _AVX2)),
+        _x86("avx512", 16, 12, _AVX512, tuple(f"-m{f}" for f in _AVX512)),
+        _x86(
+            "avx512bf16", 16, 12, (*_AVX512, "avx512_bf16"), (*(f"-m{f}" for f in _AVX512), "-mavx512bf16"), bf16=True
+        ),
     )
 }
 

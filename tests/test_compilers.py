@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import pytest
 
 from tilewright.codegen_cache import compilers
 from tilewright.codegen_cache.compilers import Compiler, find_compiler
-from tilewright.codegen_cache.native_build import build
+from tilewright.codegen_cache.native_build import HEADERS, build
 from tilewright.codegen_cache.threads import pool_source
 from tilewright.dsl.errors import BadEnvironment
 from tilewright.dsl.isa import ISAS, Isa, supported
@@ -192,9 +193,24 @@ def test_compilers_agree(tmp_path: Path, zig_cache: str, monkeypatch: pytest.Mon
     """The system's compiler and zig, on every instruction set here: the same bits, and only what the set may use."""
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("ZIG_GLOBAL_CACHE_DIR", zig_cache)
-    found = [find_compiler(), compilers._compiler(ZIG)]
-    results = [swept(isa, c) for c in found if c is not None for isa in supported()]
+    system = find_compiler()
+    assert system is not None
+    results = [swept(isa, system) for isa in supported()]
+    results += [swept(isa, compilers._compiler(ZIG)) for isa in {supported()[0], supported()[-1]}]
     assert all(r == results[0] for r in results)
+
+
+@pytest.mark.parametrize("name", ISAS)
+def test_headers_know_the_instruction_set(name: str) -> None:
+    """They and the table say the same of vectors and register blocks."""
+    system, isa = find_compiler(), ISAS[name]
+    assert system is not None
+    if isa.machine not in ("any", os.uname().machine):
+        pytest.skip("another machine")
+    options = [*system.flags, *isa.flags, "-I", str(HEADERS), "-include", "tilewright.h", "-xc", os.devnull]
+    done = subprocess.run([*system.command, *options, "-E", "-dM"], capture_output=True, text=True, check=True)
+    macros = dict(line.split(maxsplit=2)[1:] for line in done.stdout.splitlines() if len(line.split()) == 3)
+    assert (macros["TW_LANES"], macros["TW_MICRO_ROWS"]) == (str(isa.lanes), str(isa.micro_rows))
 
 
 @pytest.mark.slow
