@@ -75,9 +75,50 @@ TW_INLINE void tw_put_bytes(uint8_t *p, tw_u8 x, int n) {
 }
 #endif
 
+// Between widths of integer lanes. GCC's own conversions take halves of vectors apart and put them together again.
+
+TW_INLINE tw_u32 tw_words_of_halves(tw_u16 x) {
+#if defined(TW_AVX512)
+  return (tw_u32)_mm512_cvtepu16_epi32((__m256i)x);
+#elif defined(TW_AVX2)
+  return (tw_u32)_mm256_cvtepu16_epi32((__m128i)x);
+#else
+  return __builtin_convertvector(x, tw_u32);
+#endif
+}
+
+TW_INLINE tw_u32 tw_words_of_bytes(tw_u8 x) {
+#if defined(TW_AVX512)
+  return (tw_u32)_mm512_cvtepu8_epi32((__m128i)x);
+#elif defined(TW_AVX2)
+  return (tw_u32)_mm256_cvtepu8_epi32(_mm_set1_epi64x((int64_t)x));
+#else
+  return __builtin_convertvector(x, tw_u32);
+#endif
+}
+
+TW_INLINE tw_u16 tw_halves_of_words(tw_u32 x) {  // the lower ones
+#if defined(TW_AVX512)
+  return (tw_u16)_mm512_cvtepi32_epi16((__m512i)x);
+#elif defined(TW_AVX2)
+  const __m256i low = _mm256_and_si256((__m256i)x, _mm256_set1_epi32(0xffff));
+  return (tw_u16)_mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+#else
+  return __builtin_convertvector(x, tw_u16);
+#endif
+}
+
+TW_INLINE tw_u8 tw_bytes_of_words(tw_u32 x) {
+#if defined(TW_AVX512)
+  return (tw_u8)_mm512_cvtepi32_epi8((__m512i)x);
+#else
+  return __builtin_convertvector(x, tw_u8);
+#endif
+}
+
 // What they mean
 
-TW_INLINE tw_f32 tw_widen_bfloat16(tw_u16 x) { return (tw_f32)(__builtin_convertvector(x, tw_u32) << 16); }
+TW_INLINE tw_f32 tw_widen_bfloat16(tw_u16 x) { return (tw_f32)(tw_words_of_halves(x) << 16); }
 
 TW_INLINE tw_f32 tw_widen_float16(tw_u16 x) {
 #if defined(TW_AVX512)
@@ -87,7 +128,7 @@ TW_INLINE tw_f32 tw_widen_float16(tw_u16 x) {
 #else
   // The exponent is rebiased by an addition, and once more for infinities and NaN. A denormal gets an exponent that
   // makes the mantissa's place right, and the leading one that came with it is subtracted.
-  tw_u32 w = __builtin_convertvector(x, tw_u32), sign = (w & 0x8000) << 16, m = (w & 0x7fff) << 13;
+  tw_u32 w = tw_words_of_halves(x), sign = (w & 0x8000) << 16, m = (w & 0x7fff) << 13;
   tw_u32 normal = m + (112u << 23) + ((tw_u32)(m >= (31u << 23)) & (112u << 23));
   tw_f32 denormal = (tw_f32)(m + (113u << 23)) - 0x1p-14f;
   return (tw_f32)(sign | (tw_u32)tw_select_i32((tw_i32)(m < (1u << 23)), (tw_i32)denormal, (tw_i32)normal));
@@ -102,7 +143,7 @@ TW_INLINE tw_f32 tw_widen_float8_e4m3fn(tw_u8 x) {
   h = _mm256_mask_set1_epi16(h, nan, 0x7e00);
   return _mm512_mul_ps(_mm512_cvtph_ps(h), _mm512_set1_ps(256));
 #else
-  tw_u32 w = __builtin_convertvector(x, tw_u32), sign = (w & 0x80) << 24, m = (w & 0x7f) << 20;
+  tw_u32 w = tw_words_of_bytes(x), sign = (w & 0x80) << 24, m = (w & 0x7f) << 20;
   tw_f32 denormal = (tw_f32)(m + (121u << 23)) - 0x1p-6f;
   tw_i32 y = tw_select_i32((tw_i32)(m < (1u << 23)), (tw_i32)denormal, (tw_i32)(m + (120u << 23)));
   y |= (tw_i32)(m == (0x7fu << 20)) & 0x7fc00000;
@@ -110,12 +151,10 @@ TW_INLINE tw_f32 tw_widen_float8_e4m3fn(tw_u8 x) {
 #endif
 }
 
-TW_INLINE tw_u16 tw_narrow_words(tw_u32 x) { return __builtin_convertvector(x, tw_u16); }
-
 // To nearest even, as torch has it: overflow to infinity, a NaN stays one.
 TW_INLINE tw_u16 tw_narrow_bfloat16_exact(tw_f32 x) {
   tw_u32 u = (tw_u32)x, rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16, nan = (u >> 16) | 0x40;
-  return tw_narrow_words((tw_u32)tw_select_i32(x != x, (tw_i32)nan, (tw_i32)rounded));
+  return tw_halves_of_words((tw_u32)tw_select_i32(x != x, (tw_i32)nan, (tw_i32)rounded));
 }
 
 TW_INLINE tw_u16 tw_narrow_bfloat16(tw_f32 x) {
@@ -141,7 +180,7 @@ TW_INLINE tw_u16 tw_narrow_float16(tw_f32 x) {
   tw_u32 special = 0x7c00 | ((tw_u32)(x != x) & (0x200 | ((a >> 13) & 0x3ff)));
   tw_i32 y = tw_select_i32((tw_i32)(a < 0x38800000), (tw_i32)denormal, (tw_i32)normal);
   y = tw_select_i32((tw_i32)(a >= 0x47800000), (tw_i32)special, y);
-  return tw_narrow_words(sign | (tw_u32)y);
+  return tw_halves_of_words(sign | (tw_u32)y);
 #endif
 }
 
@@ -150,10 +189,8 @@ TW_INLINE tw_u16 tw_narrow_float16(tw_f32 x) {
   TW_INLINE vector tw_load_##dtype(const element *p) { return widen(whole(p)); }                                 \
   TW_INLINE vector tw_load_##dtype##_part(const element *p, int n) { return widen(part(p, n)); }                 \
   TW_INLINE scalar tw_one_##dtype(const element *p) { return tw_load_##dtype##_part(p, 1)[0]; }
-#define TW_SAME(x) (x)
-#define TW_WIDEN_UINT8(x) __builtin_convertvector(x, tw_i32)
-#define TW_WIDEN_BOOL(x) (__builtin_convertvector(x, tw_i32) != 0)
-#define TW_AS_F32(x) ((tw_f32)(x))
+#define TW_WIDEN_UINT8(x) ((tw_i32)tw_words_of_bytes(x))
+#define TW_WIDEN_BOOL(x) (tw_words_of_bytes(x) != 0)
 TW_LOADS(float16, uint16_t, tw_f32, float, tw_widen_float16, tw_halves, tw_halves_part)
 TW_LOADS(bfloat16, uint16_t, tw_f32, float, tw_widen_bfloat16, tw_halves, tw_halves_part)
 TW_LOADS(float8_e4m3fn, uint8_t, tw_f32, float, tw_widen_float8_e4m3fn, tw_bytes, tw_bytes_part)
@@ -188,9 +225,8 @@ TW_INLINE int32_t tw_one_int64(const int64_t *p) { return (int32_t)*p; }
     memcpy(p, &y, sizeof y);                                                                                          \
   }                                                                                                                   \
   TW_INLINE void tw_put_##dtype(element *p, scalar x) { *p = (element)narrow(all(x))[0]; }
-#define TW_NARROW_BYTE(x) __builtin_convertvector((tw_u32)(x), tw_u8)
+#define TW_NARROW_BYTE(x) tw_bytes_of_words((tw_u32)(x))
 #define TW_NARROW_BOOL(x) TW_NARROW_BYTE((tw_u32)((x) != 0) & 1)
-#define TW_AS_I32(x) ((tw_i32)(x))
 TW_STORES(float16, uint16_t, tw_f32, float, tw_f32_all, tw_narrow_float16, tw_put_halves)
 TW_STORES(bfloat16, uint16_t, tw_f32, float, tw_f32_all, tw_narrow_bfloat16, tw_put_halves)
 TW_STORES(uint8, uint8_t, tw_i32, int32_t, tw_i32_all, TW_NARROW_BYTE, tw_put_bytes)
