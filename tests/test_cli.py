@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pty
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
-from tilewright import __version__
+from tilewright import __version__, references
 from tilewright.cli import main
+from tilewright.commands.operators import library
 from tilewright.dsl.lower import PASSES
 
 Golden = Callable[[str, str], None]
@@ -302,6 +306,68 @@ def test_run_library(options: list[str], invoke: Invoke) -> None:
     assert "FAILED" not in result.stdout
 
 
+LIBRARY_OPERATORS = sorted(library())
+
+
+def test_every_library_operator_has_a_reference() -> None:
+    """The table of references is the library."""
+    assert sorted(references.LIBRARY) == LIBRARY_OPERATORS
+    assert set(references.SAMPLES) <= set(LIBRARY_OPERATORS)
+
+
+@pytest.mark.parametrize("name", LIBRARY_OPERATORS)
+def test_run_every_library_operator(name: str, invoke: Invoke) -> None:
+    """By its name alone, every output is compared, in text and in one document; `show` takes the same constants."""
+    args = ("run", name, "--random", "7", "--rows", "5,0,3", "--cached", "3,20,0", "--repeat", "1")
+    text = invoke(*args, "--check")
+    assert (text.exit_code, text.stderr) == (0, "")
+    document = json.loads(invoke(*args, "--json").stdout)
+    assert document["reference"] == f"{name} in float64"
+    assert [c["output"] for c in document["comparisons"]] == list(document["outputs"])
+    assert all(c["ok"] for c in document["comparisons"])
+    assert len(re.findall(r"^check .*: ok$", text.stdout, re.M)) == len(document["outputs"])
+    assert invoke("show", name).exit_code == 0
+
+
+def perturbed(value: object) -> object:
+    """A reference's result that is slightly another one: numbers moved, scores turned round."""
+    if isinstance(value, Mapping):
+        return {n: perturbed(v) for n, v in value.items()}
+    if isinstance(value, references.Candidates):
+        return replace(value, scores=torch.where(value.scores.isfinite(), -value.scores, value.scores))
+    assert isinstance(value, torch.Tensor)
+    return value + 1e-3
+
+
+@pytest.mark.parametrize("name", LIBRARY_OPERATORS)
+def test_a_perturbed_library_reference_is_noticed(name: str, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit status 1, and the output that is off."""
+    right = references.LIBRARY[name]
+
+    @functools.wraps(right)
+    def wrong(**given: object) -> object:
+        return perturbed(right(**given))
+
+    monkeypatch.setitem(references.LIBRARY, name, wrong)
+    result = invoke("run", name, "--rows", "5,3", "--cached", "30,2", "--repeat", "1")
+    assert result.exit_code == 1, result.output
+    assert re.search(r"^check .*: FAILED$", result.stdout, re.M)
+
+
+def test_run_says_the_constants(invoke: Invoke) -> None:
+    """Those chosen for an operator whose constants have no default, and those given."""
+    assert "\nconstants block=4 top_k=3 local=1\n" in invoke("run", "choose_pages", "--repeat", "1").stdout
+    given = invoke("run", "choose_pages", "--repeat", "1", "--set", "top_k=5", "--json").stdout
+    assert json.loads(given)["constants"] == {"block": 4, "top_k": 5, "local": 1}
+
+
+def test_run_without_rows(invoke: Invoke) -> None:
+    """A batch may be empty; nothing was compared then, and that is said."""
+    for name in ("softcap_attention", "indexer", "compress_windows"):
+        result = invoke("run", name, "--rows", "0,0", "--cached", "3,0")
+        assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "check     no rows to compare")
+
+
 def test_run_trace(invoke: Invoke) -> None:
     """Executed statements with the author's line and the numbers they made, as many as asked for."""
     line = line_of("return max(dot(q, keys)")
@@ -414,6 +480,15 @@ def command(folder: Path, *args: str, stdin: str = "", **env: str) -> subprocess
         (["run", "mine.py:small", "--target", "abacus"], 2, "unknown target 'abacus'; known: interpret"),
         (["run", "mine.py:small", "--arg", "scale=1"], 2, "has no such scalar or tensor; known: q"),
         (["run", "mine.py:alibi", "--arg", "scale=x"], 2, "'scale=x': expected a number"),
+        (["run", "softcap"], 2, "OP 'softcap': no such operator; known: .*softcap_attention"),
+        (["run", "softcap_attention", "--rows", ""], 2, "--rows '': expected an integer"),
+        (["run", "softcap_attention", "--set", "cap=high"], 2, "--set 'cap=high': expected a number"),
+        (["run", "softcap_attention", "--set", "with_lse=2"], 2, "--set 'with_lse=2': expected true or false"),
+        (["run", "softcap_attention", "--tolerance", "nan"], 2, "--tolerance 'nan': expected a number, at least 0"),
+        (["run", "softcap_attention", "--random", "x"], 2, "'x' is not a valid integer"),
+        (["run", "indexer", "--set", "top_k=0"], 2, "OP 'indexer': with top_k=0: topk: expected k, a whole number, .*"),
+        (["run", "mla_attention", "--dim", "dim=9"], 2, "OP 'mla_attention': .* cache rows, which are 9 wide"),
+        (["run", "compress_windows", "--set", "rate=0"], 2, "rate is 0; expected a whole number, at least 1"),
         (["run", "mine.py:small", "--check"], 2, "no reference: define small_reference beside it"),
         (["run", "mine.py:tall"], 1, r"mine\.py:\d+:1: reference 'tall_reference': takes nothing_like_it; it can have"),
         (["run", "mine.py:wide"], 1, "'wide_reference': output 'out' has shape .* for a sequence of 5 rows"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.gallery import OPERATORS, attend, in_window, leaf_of, offsets_of, scores_of, unseen
+from support.gallery import OPERATORS, leaf_of, offsets_of
 from torch import Tensor
 
 import tilewright
@@ -27,6 +27,7 @@ from tilewright.ops.cascade import cascade_attention
 from tilewright.ops.flash_attention import generic_flash_attention_kv_cache_ragged_sink
 from tilewright.ops.fp8_scales import scales_of
 from tilewright.ops.mixed_rows import deepseek_v4_leaves, flash_mla_leaves
+from tilewright.references.parts import attend, in_window, scores_of, unseen
 
 F8 = torch.float8_e4m3fn
 Leaves = tuple[PagedLeaf, PagedLeaf]

@@ -16,6 +16,7 @@ from support.selecting import leaf
 from torch import Tensor
 
 import tilewright
+from tilewright import references
 from tilewright.demo.compressor import rotated
 from tilewright.demo.deepseek_v4 import HEAVY, SPARSE, tiny_deepseek_v4
 from tilewright.dsl.errors import ArgumentDTypeError, ArgumentError, ArgumentShapeError, ArgumentValueError
@@ -26,6 +27,7 @@ from tilewright.ops.compressor import closed_windows, compress, compress_overlap
 from tilewright.ops.indexers import indexer
 from tilewright.ops.latent_attention import latent_sparse_attention_ragged_paged
 from tilewright.ops.page_selection import page_bounds
+from tilewright.random_inputs import DenseLeaf
 
 PAST, ROWS = (3, 0, 9, 22, 8), (8, 3, 11, 1, 0)
 SCHEDULES = (
@@ -69,16 +71,17 @@ class Windows:
 
 
 def expected(data: Windows, bias: Tensor, rate: int, dim: int, overlap: bool) -> Tensor:
-    """Entries [entries, dim] in float64."""
-    out = torch.empty(len(data.places), dim, dtype=torch.float64)
-    for row, (b, e) in enumerate(data.places):
-        gates, rows = [], []
-        for t in range(max(0, e - overlap) * rate, (e + 1) * rate):
-            half = slice(dim, 2 * dim) if overlap and t // rate == e else slice(0, dim)
-            gates.append(data.keys[b][t, 0, half].double() + bias[t % rate, half].double())
-            rows.append(data.values[b][t, 0, half].double())
-        out[row] = (torch.stack(gates).softmax(0) * torch.stack(rows)).sum(0)
-    return out
+    """Entries [entries, dim] in float64, by the reference, a sequence at a time."""
+    out = []
+    for b, (keys, values) in enumerate(zip(data.keys, data.values, strict=True)):
+        pos = torch.tensor([e for s, e in data.places if s == b], dtype=torch.int64)
+        tokens = DenseLeaf(keys.double().transpose(0, 1), values.double().transpose(0, 1))
+        if overlap:
+            halves = bias.double().view(rate, 2, dim).transpose(0, 1)
+            out.append(references.compressor.compress_overlapping(halves, tokens, rate, dim, pos))
+        else:
+            out.append(references.compressor.compress_windows(bias.double(), tokens, rate, pos))
+    return torch.cat(out)
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])

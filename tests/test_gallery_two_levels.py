@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import selecting
 from support.selecting import batch, leaf
 from support.selection import best
 
@@ -16,6 +15,7 @@ import tilewright
 from tilewright.dsl.errors import ArgumentLayoutError, ArgumentShapeError, ArgumentValueError
 from tilewright.ops import indexers
 from tilewright.ops.cache import PagedKVCache, PagedLeaf
+from tilewright.references.selection import indexer_scores
 
 
 @pytest.mark.parametrize("rectify", [True, False])
@@ -33,7 +33,7 @@ def test_two_levels(kpool: int, block: int, top_blocks: int, rectify: bool, rng:
     for b, r, pos in data.places():
         closed = (pos + 1) // kpool
         row = data.q[r : r + 1].double(), weights[r : r + 1].double()
-        scores = selecting.indexer_scores(*row, pools[b][:, 0].double(), rectify)[0][:closed]
+        scores = indexer_scores(*row, pools[b][:, 0].double(), rectify)[0][:closed]
         whole = [float(scores[n * block : (n + 1) * block].max()) for n in range(closed // block)]
         blocks = sorted([*best(np.array(whole), top_blocks), closed // block if closed % block else -1])
         assert found.blocks[r].tolist() == blocks
@@ -54,7 +54,7 @@ def test_blocks_of_another_layer(rng: np.random.Generator) -> None:
         constants=sizes,
     )["out"]
     for _, r, pos in other.places():
-        scores = selecting.indexer_scores(other.q[r : r + 1], None, other.keys[0][:, 0], True)[0]
+        scores = indexer_scores(other.q[r : r + 1], None, other.keys[0][:, 0], True)[0]
         held = [j for c in picked.blocks[r].tolist() if c >= 0 for j in (2 * c, 2 * c + 1) if j <= pos]
         assert found[r].tolist() == [held[n] if n >= 0 else -1 for n in best(scores[held].double().numpy(), 4)]
 

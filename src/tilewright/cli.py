@@ -110,14 +110,17 @@ def show(
     from .dsl.targets import default_schedule, target_named
     from .random_inputs import binding_of
 
-    operator = find(op).operator
+    found = find(op)
+    operator = found.operator
     sizes = read.sizes(**shape)  # type: ignore[arg-type]  # click has read them by their types
-    with authors_errors(operator.loc.file, f"tracing {operator.name}"):
-        spec = operator.trace(**read.constants(operator, constants))
-    binding = binding_of(spec, sizes)
-    default = default_schedule(target_named("interpret"), spec, binding, sum(sizes.rows), len(sizes.rows))
-    chosen = read.schedule(schedule, default)
-    stages = levels.stages(spec, binding, chosen, level, after)
+    wanted = read.constants(operator, constants, found.sample.constants)
+    with found.given(wanted):
+        with authors_errors(operator.loc.file, f"tracing {operator.name}"):
+            spec = operator.trace(**wanted)
+        binding = binding_of(spec, sizes)
+        default = default_schedule(target_named("interpret"), spec, binding, sum(sizes.rows), len(sizes.rows))
+        chosen = read.schedule(schedule, default)
+        stages = levels.stages(spec, binding, chosen, level, after)
     if as_json:
         shown = {"schedule": asdict(chosen)} if level == "loops" else {}
         echo_json({"operator": operator.name, "level": level, **shown, "stages": [asdict(s) for s in stages]})
@@ -180,23 +183,23 @@ def run(
     from .commands.operators import authors_errors, find
     from .commands.output import echo_json
     from .commands.report import Report
-    from .random_inputs import random_inputs
 
     found = find(op, need_reference=check)
     operator = found.operator
     sizes = read.sizes(**shape)  # type: ignore[arg-type]  # click has read them by their types
+    wanted = read.constants(operator, constants, found.sample.constants)
+    given, allowed = read.arguments(operator, arguments), read.tolerance(tolerance)
     lines: list[str] = []
     # What the author prints must not end up inside the document.
-    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+    with redirect_stdout(sys.stderr) if as_json else nullcontext(), found.given(wanted):
         with authors_errors(operator.loc.file, f"tracing {operator.name}"):
-            wanted, given = read.constants(operator, constants), read.arguments(operator, arguments)
-            inputs = random_inputs(operator, wanted, sizes, seed, given)
+            inputs = found.sample.inputs(operator, wanted, sizes, seed, given)
         plan, executed = runs.plan(inputs, schedule, target), None
         if trace:
             ran, executed = runs.trace(plan, lines.append if as_json else click.echo, trace_limit)
         else:
             ran = runs.execute(plan, repeat)
-        comparisons = found.compare(inputs, ran.outputs, tolerance)
+    comparisons = found.compare(inputs, ran.outputs, allowed)
     report = Report(plan, seed, ran, found.reference_name, comparisons, lines, executed)
     if as_json:
         echo_json(report.document())

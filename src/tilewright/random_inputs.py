@@ -40,6 +40,7 @@ class Sizes:
     dtype: str = "float32"  # of tensors whose declaration leaves it open
     cache_dtype: str | None = None  # of caches; None: dtype. float8_e4m3fn caches get scales
     granularity: int | None = None  # elements per scale; None: a whole row
+    per_position: Mapping[str, int] = field(default_factory=dict)  # tokens a cache holds for each position, if not one
 
     @property
     def num_keys(self) -> tuple[int, ...]:
@@ -221,10 +222,10 @@ def _reduces_heads(spec: Spec) -> bool:
 
 
 def stored(spec: Spec, sizes: Sizes, leaf: str) -> tuple[int, ...]:
-    """Keys that a leaf holds for each sequence: one a token, or one a pool whose tokens are all there."""
+    """Keys that a leaf holds for each sequence: one a token, a window each, or one a pool whose tokens are there."""
     parts = [part for s in spec.sources for part in s.parts if part.leaf == leaf]
     pool = min((part.pool for part in parts if isinstance(part, Range)), default=1)
-    return tuple(n // pool for n in sizes.num_keys)
+    return tuple(n * sizes.per_position.get(leaf, 1) // pool for n in sizes.num_keys)
 
 
 def _lengths(spec: Spec, sizes: Sizes, leaf: str) -> tuple[int, ...]:

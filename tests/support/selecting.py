@@ -1,13 +1,9 @@
-"""What choosing operators are compared with: literal float64 references, batches, caches whose unused parts are poison.
-
-A function `NAME` here is the reference of the operator `NAME`, called as `tilewright.references` says.
-"""
+"""What choosing operators are tested on: batches, and caches whose unused parts are poison."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import inf
 
 import numpy as np
 import torch
@@ -15,8 +11,6 @@ from torch import Tensor
 
 from tilewright.ops.cache import PagedKVCache, PagedLeaf
 from tilewright.random_inputs import Inputs
-
-from .selection import best
 
 JUNK = (-1, 2**31 - 1, -7)
 
@@ -135,73 +129,3 @@ def made_exact(inputs: Inputs) -> Inputs:
             if t is not None and t.dtype.is_floating_point:
                 t.mul_(1.5).round_()
     return inputs
-
-
-# ---- references ------------------------------------------------------------------------------------------------------
-
-
-def listed(scores: Tensor, counts: Sequence[int], k: int) -> Tensor:
-    """The k best of the first `counts[row]` of scores [rows, .., candidates]."""
-    rows = [[best(s[:n].numpy(), k) for s in scores[r].reshape(-1, scores.shape[-1])] for r, n in enumerate(counts)]
-    return torch.tensor(rows).reshape(*scores.shape[:-1], k)
-
-
-def before_the_last(pos: Tensor, block: int, local: int) -> list[int]:
-    """How many blocks a row may choose from."""
-    return (pos // block - local + 1).clamp(min=0).tolist()
-
-
-def compressed_attention(q, blocks, scale, block, pos):  # type: ignore[no-untyped-def]
-    seen = (torch.arange(blocks.k.shape[1]) + 1) * block - 1 <= pos[:, None]
-    scores = (torch.einsum("rhd,hkd->hrk", q, blocks.k) * scale).masked_fill(~seen, -inf)
-    out = torch.einsum("hrk,hkd->rhd", scores.softmax(-1).nan_to_num(0.0), blocks.v)
-    return {"out": out, "lse": scores.logsumexp(-1).T}
-
-
-def choose_by_weight(q, total, blocks, scale, block, top_k, local, pos):  # type: ignore[no-untyped-def]
-    weight = (torch.einsum("rhgd,hkd->rhgk", q, blocks.k) * scale - total[..., None]).exp().sum(2)
-    weight[..., :1] = inf
-    return listed(weight, before_the_last(pos, block, local), top_k)
-
-
-def choose_by_mean(q, means, block, top_k, local, pos):  # type: ignore[no-untyped-def]
-    return listed(torch.einsum("rhd,hkd->rhk", q, means.k), before_the_last(pos, block, local), top_k)
-
-
-def choose_pages(q, bounds, block, top_k, local, pos):  # type: ignore[no-untyped-def]
-    q, most, least = q[:, :, None], bounds.k[None], bounds.v[None]
-    return listed(torch.maximum(q * most, q * least).sum(-1), before_the_last(pos, block, local), top_k)
-
-
-def attend_by_head(q, chosen, kv, scale, block, local, pos):  # type: ignore[no-untyped-def]
-    out = torch.zeros(*q.shape[:2], kv.v.shape[-1], dtype=torch.float64)
-    for r, p in enumerate(pos.tolist()):
-        for h in range(q.shape[1]):
-            held = chosen[r, h * chosen.shape[1] // q.shape[1]].tolist()
-            seen = Batch.seen([c for c in held if c <= p // block - local], p, block, local)
-            out[r, h] = (kv.k[h, seen] @ q[r, h] * scale).softmax(0) @ kv.v[h, seen]
-    return out
-
-
-attend_by_group = attend_by_head
-
-
-def indexer_scores(q: Tensor, weights: Tensor | None, k: Tensor, rectify: bool) -> Tensor:
-    """[rows, keys], of k [keys, depth]."""
-    products = torch.einsum("rhd,kd->rhk", q, k)
-    products = products.clamp(min=0) if rectify else products
-    return (products if weights is None else products * weights[..., None]).sum(1)
-
-
-def indexer(q, weights, keys, top_k, kpool, rectify, pos):  # type: ignore[no-untyped-def]
-    return listed(indexer_scores(q, weights, keys.k[0], rectify), ((pos + 1) // kpool).tolist(), top_k)
-
-
-def indexer_in_blocks(q, weights, chosen, keys, top_k, block, kpool, rectify, pos):  # type: ignore[no-untyped-def]
-    scores = indexer_scores(q, weights, keys.k[0], rectify)
-    rows = []
-    for r, p in enumerate(pos.tolist()):
-        held = [c * block + i for c in chosen[r].tolist() if c >= 0 for i in range(block)]
-        held = [j for j in held if (j + 1) * kpool - 1 <= p]
-        rows.append([held[n] if n >= 0 else -1 for n in best(scores[r, held].numpy(), top_k)])
-    return torch.tensor(rows).reshape(len(pos), top_k)

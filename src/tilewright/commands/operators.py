@@ -13,12 +13,23 @@ from pkgutil import iter_modules
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from tilewright.dsl.errors import TilewrightError
+from tilewright.dsl.errors import AuthorError, TilewrightError
 from tilewright.dsl.lang import Operator
 from tilewright.dsl.source import Loc
-from tilewright.references import LIBRARY, Comparison, Reference, compare, name_of, place_of, reference_outputs
+from tilewright.references import (
+    LIBRARY,
+    SAMPLES,
+    Comparison,
+    Reference,
+    Sample,
+    compare,
+    name_of,
+    place_of,
+    reference_outputs,
+)
 
 from .errors import BadOption, BrokenFile
+from .options import settable, show_constants
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,14 +39,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Found:
-    """An operator, and the reference it can be compared with, where there is one."""
+    """An operator, the reference it can be compared with, where there is one, and what its inputs need.
+
+    in_library: not of an author's file, so that what goes wrong is not the operator's fault but that of its constants.
+    """
 
     operator: Operator
     reference: Reference | None
+    sample: Sample
+    in_library: bool
 
     @property
     def reference_name(self) -> str | None:
         return None if self.reference is None else f"{name_of(self.reference)} in float64"
+
+    @contextmanager
+    def given(self, constants: Mapping[str, object]) -> Iterator[None]:
+        """Errors in an operator of the library become BadOption: they are those of the values it was given."""
+        try:
+            yield
+        except AuthorError as e:
+            if not self.in_library:
+                raise
+            problem = f"with {show_constants(settable(constants)) or 'these sizes'}: {e.template.format(**e.fields)}"
+            raise BadOption(option="OP", value=self.operator.name, problem=problem) from e
 
     def compare(
         self, inputs: Inputs, outputs: Mapping[str, Tensor], tolerance: float | None
@@ -68,7 +95,7 @@ def _in_library(text: str) -> Found:
     if name is None:
         known = ", ".join([*operators, *_public_functions(operators)])
         raise BadOption(option="OP", value=text, problem=f"no such operator; known: {known}; or FILE.py:NAME")
-    return Found(operators[name], LIBRARY.get(name))
+    return Found(operators[name], LIBRARY.get(name), SAMPLES.get(name, Sample()), in_library=True)
 
 
 def library() -> dict[str, Operator]:
@@ -114,7 +141,7 @@ def _in_file(text: str) -> Found:
         problem = f"{name!r} is not an operator but of type {kind}: is @op missing? {declared}"
         raise BadOption(option="OP", value=text, problem=problem)
     reference = getattr(module, f"{name}_reference", None) or getattr(module, "reference", None)
-    return Found(operators[name], reference if callable(reference) else None)
+    return Found(operators[name], reference if callable(reference) else None, Sample(), in_library=False)
 
 
 def load(path: Path) -> ModuleType:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from ast import literal_eval
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from inspect import Parameter
+from math import isfinite
 
 from tilewright.dsl.lang import Operator
 from tilewright.dsl.schedule import Schedule
@@ -41,8 +42,8 @@ def integers(option: str, text: str) -> tuple[int, ...]:
 # ---- constants -------------------------------------------------------------------------------------------------------
 
 
-def constants(operator: Operator, texts: Sequence[str]) -> dict[str, object]:
-    """What `--set NAME=VALUE` gives, and mask=causal for a constant `mask` that has no default.
+def constants(operator: Operator, texts: Sequence[str], otherwise: Mapping[str, object]) -> dict[str, object]:
+    """What `--set NAME=VALUE` gives; `otherwise`, and mask=causal, for constants that have no default.
 
     A VALUE is a named mask, with its window if it has one (sliding_window_causal:128); none, true or false; a number;
     a string, in quotes where it looks like one of those. Raises BadOption.
@@ -57,14 +58,23 @@ def constants(operator: Operator, texts: Sequence[str]) -> dict[str, object]:
         if operator.parameters[name][0].kind is not None and value.lower() != "none":
             problem = f"{name} is an operand: it can be left out with {name}=none, or given a value with --arg"
             raise BadOption(option="--set", value=text, problem=problem)
-        out[name] = constant(name, value)
+        out[name] = _of_its_kind(text, constant(name, value), operator.parameters[name][1])
     for name, (a, default) in operator.parameters.items():
         if a.kind is None and name not in out and default is Parameter.empty:
-            if name != "mask":
+            if name not in otherwise and name != "mask":
                 problem = f"{operator.name} needs constant {name!r}, which has no default"
                 raise BadOption(option="--set", value=f"{name}=", problem=problem)
-            out[name] = constant("mask", "causal")
+            out[name] = otherwise[name] if name in otherwise else constant("mask", "causal")
     return out
+
+
+def _of_its_kind(text: str, value: object, default: object) -> object:
+    """The value, where the default does not say that it should be of another kind."""
+    if isinstance(default, bool) and not isinstance(value, bool):
+        raise BadOption(option="--set", value=text, problem="expected true or false")
+    if isinstance(default, int | float) and isinstance(value, str):
+        raise BadOption(option="--set", value=text, problem="expected a number")
+    return value
 
 
 def constant(name: str, text: str) -> object:
@@ -97,6 +107,18 @@ def _mask(name: str, text: str, head: str, window: str) -> object:
         raise BadOption(option="--set", value=f"{name}={text}", problem=problem) from None
 
 
+def settable(constants: Mapping[str, object]) -> dict[str, object]:
+    """Those that a command line can say: numbers, strings and none, but no functions."""
+    plain = {n: value for n, value in constants.items() if value is None or isinstance(value, int | float | str)}
+    return {n: str(v) if isinstance(v, float) and not isfinite(v) else v for n, v in plain.items()}  # as JSON has them
+
+
+def show_constants(constants: Mapping[str, object]) -> str:
+    """The form `--set` takes, one after the other."""
+    words = {"None": "none", "True": "true", "False": "false"}
+    return " ".join(f"{n}={words.get(str(value), value)}" for n, value in constants.items())
+
+
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
@@ -114,6 +136,13 @@ def arguments(operator: Operator, texts: Sequence[str]) -> dict[str, int | float
         except ValueError:
             raise BadOption(option="--arg", value=text, problem="expected a number") from None
     return out
+
+
+def tolerance(value: float | None) -> float | None:
+    """What `--tolerance` gives. Raises BadOption for what no error can be held against."""
+    if value is not None and not value >= 0:
+        raise BadOption(option="--tolerance", value=str(value), problem="expected a number, at least 0")
+    return value
 
 
 def sizes(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewright.references import Comparison
 
-from .options import show_schedule
+from .options import settable, show_constants, show_schedule
 from .run import Plan, Ran
 
 
@@ -66,6 +66,7 @@ class Report:
             "operator": self.plan.inputs.operator.name,
             "target": self.plan.target.name,
             "schedule": asdict(self.plan.schedule),
+            "constants": settable(self.plan.inputs.constants),
             "seed": self.seed,
             "rows": list(sizes.rows),
             "cached": list(sizes.cached),
@@ -82,11 +83,15 @@ class Report:
         inputs, sizes = self.plan.inputs, self.plan.inputs.sizes
         shape = f"rows {_list(sizes.rows)}, cached {_list(sizes.cached)}, seed {self.seed}"
         out = [f"{inputs.operator.name} on {self.plan.target.name}: {shape}"]
+        if constants := settable(inputs.constants):
+            out += [f"constants {show_constants(constants)}"]
         out += [f"schedule  {show_schedule(self.plan.schedule)}"]
         out += [f"{n:8}  {Statistics.of(t)}" for n, t in self.ran.outputs.items()]
         out += [f"time      {self.ran.milliseconds:.3f} ms  ({self.ran.timing})"]
         if self.comparisons is None:
             return [*out, "check     no reference to compare with"]
+        if not sum(sizes.rows):
+            return [*out, "check     no rows to compare"]
         return out + [
             f"check     {c.output}: worst error {c.error:.2e} against {self.reference}, tolerance {c.tolerance:g}: "
             + ("ok" if c.ok else "FAILED")

@@ -101,7 +101,7 @@ def attention(name: str, sizes: Sizes, mask: str = "causal", *, partitions: int 
 def latent(name: str, sizes: Sizes) -> Case:
     """A case of sparse latent attention, through its public function: a window, listed entries and a sink."""
     constants = {"window": WINDOW}
-    reference, peer = sparse.latent_attention, peers.latent_attention
+    reference, peer = references.LIBRARY[latent_sparse_attention.name], peers.latent_attention
     return Case(name, sizes, latent_sparse_attention, reference, _run_latent, peer, constants)
 
 

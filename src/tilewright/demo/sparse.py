@@ -1,4 +1,4 @@
-"""References of the two published sparse operators, written from their definitions.
+"""The reference of the published indexer by the scores of its picks, written from its definition.
 
 The calling convention is that of tilewright.references.
 """
@@ -10,23 +10,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tilewright.random_inputs import DenseLeaf, Inputs
-
-
-def latent_attention(
-    q: Tensor, comp_indices: Tensor, attn_sink: Tensor, swa_cache: DenseLeaf, comp_cache: DenseLeaf, scale: float,
-    window: int, pos: Tensor, key: Tensor,
-) -> Tensor:  # fmt: skip
-    """Keys that are values too: those of the window, those listed, and the sink as one more whose value is 0."""
-    recent, listed = swa_cache.k[0], comp_cache.k[0][comp_indices.clamp(min=0)]  # [keys, dim], [rows, slots, dim]
-    seen = (key <= pos[:, None]) & (pos[:, None] - key < window)
-    scores = [
-        torch.einsum("rhd,kd->rhk", q, recent).mul(scale).masked_fill(~seen[:, None], -torch.inf),
-        torch.einsum("rhd,rsd->rhs", q, listed).mul(scale).masked_fill(comp_indices[:, None] < 0, -torch.inf),
-        attn_sink[None, :, None].expand(len(q), -1, 1),
-    ]
-    p = torch.softmax(torch.cat(scores, -1), -1)
-    n = len(recent)
-    return torch.einsum("rhk,kd->rhd", p[..., :n], recent) + torch.einsum("rhs,rsd->rhd", p[..., n:-1], listed)
 
 
 def indexer_scores(q: Tensor, q_s: Tensor, k: DenseLeaf, pos: Tensor, key: Tensor) -> Tensor:
