@@ -5,11 +5,12 @@
 #include "memory.h"
 
 #define TW_NOT_A_CANDIDATE INT32_MIN
-#define TW_SAMPLE 1024
+#define TW_SAMPLE 1024  // keys looked at before all of them
 
-// Scratch: a key and a column of every candidate, then the chosen ones twice for sorting, as (inverted key, column).
+// Scratch: the chosen ones twice for sorting, each a distance from the largest key and a column, with room for one more;
+// a key and a column of every candidate.
 TW_FUNCTION int64_t tw_best_scratch(int64_t count, int64_t k) {
-  return 64 + 8 * (count + TW_LANES) + 16 * (k < count ? k : count);
+  return 64 + 8 * (count + TW_LANES) + 16 * ((k < count ? k : count) + 1);
 }
 
 TW_FUNCTION int64_t tw_count_at_least(const int32_t *keys, int64_t n, int32_t bound) {
@@ -66,50 +67,65 @@ TW_FUNCTION int32_t tw_guess_bound(const int32_t *row, int64_t count, int64_t k,
   }
   const float share = (float)k * TW_SAMPLE / (float)count;
   const int64_t rank = (int64_t)(share + 3 * __builtin_sqrtf(share) + 2);
-  const int32_t bound = rank > TW_SAMPLE ? INT32_MIN : tw_kth_largest(sample, TW_SAMPLE, rank);
-  return bound == INT32_MIN ? INT32_MIN + 1 : bound;
+  const int32_t bound = rank > TW_SAMPLE ? TW_NOT_A_CANDIDATE : tw_kth_largest(sample, TW_SAMPLE, rank);
+  return bound == TW_NOT_A_CANDIDATE ? bound + 1 : bound;
 }
 
-// Ascending by the upper 32 bits, equal ones as they were: by bytes from the lowest, those that all share left out.
-TW_FUNCTION uint64_t *tw_sort_pairs(uint64_t *pairs, uint64_t *other, int64_t n) {
-  int32_t first[4][256];
-  memset(first, 0, sizeof first);
-  for (int64_t i = 0; i < n; i++)
-    for (int b = 0; b < 4; b++) first[b][pairs[i] >> (32 + 8 * b) & 255]++;
-  for (int b = 0; b < 4 && n; b++) {
-    const int shift = 32 + 8 * b;
-    if (first[b][pairs[0] >> shift & 255] == n) continue;
+// Ascending by the upper 32 bits, which are `most` or less, equal ones as they were: by digits from the lowest.
+TW_FUNCTION uint64_t *tw_sort_pairs(uint64_t *pairs, uint64_t *other, int64_t n, uint32_t most) {
+  const int width = n > 4096 ? 11 : 8;
+  int32_t first[1 << 11];
+  for (int shift = 32; most; shift += width, most >>= width) {
+    const uint64_t mask = (1u << width) - 1;
+    memset(first, 0, sizeof *first << width);
+    for (int64_t i = 0; i < n; i++) first[pairs[i] >> shift & mask]++;
     int32_t sum = 0;
-    for (int d = 0; d < 256; d++) {
-      const int32_t here = first[b][d];
-      first[b][d] = sum;
+    for (int d = 0; d < 1 << width; d++) {
+      const int32_t here = first[d];
+      first[d] = sum;
       sum += here;
     }
-    for (int64_t i = 0; i < n; i++) other[first[b][pairs[i] >> shift & 255]++] = pairs[i];
+    for (int64_t i = 0; i < n; i++) other[first[pairs[i] >> shift & mask]++] = pairs[i];
     uint64_t *swap = pairs;
     pairs = other, other = swap;
   }
   return pairs;
 }
 
+// The k-th largest of n > k candidates, none of them below `bound`, which often it is: many scores are equal.
+TW_FUNCTION int32_t tw_last_chosen(const int32_t *keys, int64_t n, int64_t k, int32_t bound) {
+  if (bound == INT32_MAX || tw_count_at_least(keys, n, bound + 1) < k) return bound;
+  return tw_kth_largest(keys, n, k);
+}
+
 // out[0..k): the columns of the largest keys among row[0..count), descending, equal ones by ascending column,
 // candidates only; then -1.
 TW_FUNCTION void tw_best(const int32_t *row, int64_t count, int64_t k, int32_t *out, void *scratch) {
-  int64_t n = 0, chosen = 0, written = 0;
+  int64_t written = 0;
   if (count > 0 && k > 0) {
     const int64_t room = count + TW_LANES, most = k < count ? k : count;
-    uint64_t *pairs = (uint64_t *)(((uintptr_t)scratch + 63) & ~(uintptr_t)63), *other = pairs + most;
-    int32_t *keys = (int32_t *)(other + most), *columns = keys + room;
-    int32_t bound = INT32_MIN + 1;
+    uint64_t *pairs = (uint64_t *)(((uintptr_t)scratch + 63) & ~(uintptr_t)63), *other = pairs + most + 1;
+    int32_t *keys = (int32_t *)(other + most + 1), *columns = keys + room;
+    int32_t bound = TW_NOT_A_CANDIDATE + 1;
     if (count >= 4 * TW_SAMPLE) bound = tw_guess_bound(row, count, k, keys);
-    n = tw_candidates(row, count, bound, keys, columns);
-    if (n < k && bound > INT32_MIN + 1) n = tw_candidates(row, count, INT32_MIN + 1, keys, columns);
-    const int32_t last = n > k ? tw_kth_largest(keys, n, k) : INT32_MIN;
-    for (int64_t i = 0; i < n; i++)
-      if (keys[i] > last) pairs[chosen++] = (uint64_t)(uint32_t)(INT32_MAX ^ keys[i]) << 32 | (uint32_t)columns[i];
-    uint64_t *sorted = tw_sort_pairs(pairs, other, chosen);
+    int64_t n = tw_candidates(row, count, bound, keys, columns);
+    if (n < k && bound > TW_NOT_A_CANDIDATE + 1) {  // too high a guess
+      bound = TW_NOT_A_CANDIDATE + 1;
+      n = tw_candidates(row, count, bound, keys, columns);
+    }
+    const int32_t last = n > k ? tw_last_chosen(keys, n, k, bound) : TW_NOT_A_CANDIDATE;
+    // Those above the last key are sorted; those equal to it follow in the order they have. Without branches, which
+    // would be guesses: a pair that is not chosen is overwritten by the next.
+    int32_t largest = last;
+    for (int64_t i = 0; i < n; i++) largest = keys[i] > largest ? keys[i] : largest;
+    int64_t chosen = 0;
+    for (int64_t i = 0; i < n; i++) {
+      pairs[chosen] = (uint64_t)((uint32_t)largest - (uint32_t)keys[i]) << 32 | (uint32_t)columns[i];
+      chosen += keys[i] > last;
+    }
+    const uint64_t *sorted = tw_sort_pairs(pairs, other, chosen, (uint32_t)largest - (uint32_t)last - 1);
     for (; written < chosen; written++) out[written] = (int32_t)(uint32_t)sorted[written];
-    for (int64_t i = 0; i < n && written < most && n > k; i++)
+    for (int64_t i = 0; n > k && written < k; i++)
       if (keys[i] == last) out[written++] = columns[i];
   }
   while (written < k) out[written++] = -1;
