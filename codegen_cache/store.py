@@ -104,9 +104,10 @@ class Store:
     def workplace(self, key: str, *, locked: bool) -> Path:
         """A new folder to build an entry in. Under its lock, what killed builders left is removed first."""
         folder = private_folder(self.root / "building")
-        if locked:
-            for left in folder.glob(f"{key}.*"):
-                shutil.rmtree(left, ignore_errors=True)
+        if not locked:  # under another name, as a builder with the lock may be at work, or come
+            return Path(tempfile.mkdtemp(prefix=f"unlocked-{key}.", dir=folder))
+        for left in folder.glob(f"{key}.*"):
+            shutil.rmtree(left, ignore_errors=True)
         return Path(tempfile.mkdtemp(prefix=f"{key}.", dir=folder))
 
     def publish(self, key: str, parts: Mapping[str, object], made: Path) -> Path:
