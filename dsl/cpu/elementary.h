@@ -164,9 +164,7 @@ TW_INLINE tw_i32 tw_shl_i32(tw_i32 a, tw_i32 count) {
   return (tw_i32)((tw_u32)a << ((tw_u32)count & 31)) & (tw_i32)((tw_u32)count <= 31);
 }
 
-TW_INLINE tw_i32 tw_shr_i32(tw_i32 a, tw_i32 count) {
-  return a >> (((tw_i32)((tw_u32)count > 31) | count) & 31);
-}
+TW_INLINE tw_i32 tw_shr_i32(tw_i32 a, tw_i32 count) { return a >> (((tw_i32)((tw_u32)count > 31) | count) & 31); }
 
 // By way of double, half a vector at a time: no target divides integer vectors, and a quotient of two 32-bit integers
 // that is not whole is further from a whole one than double rounds.
@@ -177,7 +175,8 @@ TW_INLINE tw_i32 tw_quotient(tw_i32 a, tw_i32 b) {  // rounded to 0
   tw_i32_half x[2], y[2], q[2];
   memcpy(x, &a, sizeof a);
   memcpy(y, &b, sizeof b);
-  TW_UNROLL for (int i = 0; i < 2; i++) {
+  TW_UNROLL
+  for (int i = 0; i < 2; i++) {
     tw_f64 n = __builtin_convertvector(x[i], tw_f64), d = __builtin_convertvector(y[i], tw_f64);
     q[i] = __builtin_convertvector(n / d, tw_i32_half);
   }

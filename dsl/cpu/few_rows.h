@@ -8,79 +8,93 @@
 #include "pack.h"
 
 #define TW_FEW 4
-#define TW_FEW_KEYS(rows) (TW_LANES == 16 || (rows) <= 2 ? 4 : 2)          // of a block of dot products
+#define TW_FEW_KEYS(rows) (TW_LANES == 16 || (rows) <= 2 ? 4 : 2)                       // of a block of dot products
 #define TW_FEW_WIDE(rows) (TW_LANES == 16 ? (rows) <= 2 ? 8 : 4 : (rows) <= 2 ? 4 : 2)  // vectors of combined rows
 #ifndef TW_AHEAD
 #define TW_AHEAD 16  // keys, counted from the one being read, whose row is prefetched
 #endif
 
-// `rows` is a constant to what is called.
-#define TW_EVERY_FEW(call, ...)                            \
-  for (int some; rows > 0; rows -= some) {                 \
-    some = rows < TW_FEW ? rows : TW_FEW;                  \
-    switch (some) {                                        \
-      case 1: call(1, a, lda, __VA_ARGS__); break;         \
-      case 2: call(2, a, lda, __VA_ARGS__); break;         \
-      case 3: call(3, a, lda, __VA_ARGS__); break;         \
-      default: call(4, a, lda, __VA_ARGS__); break;        \
-    }                                                      \
-    a += some * lda;                                       \
-    c += some * ldc;                                       \
+// `rows`, a constant to what is called, is 1, 2 or 4. `last` is the number of the last row: three rows are four of
+// which two are the same one, which costs nothing beside reading the other matrix, and a quarter less code to compile.
+#define TW_ROW(r) ((r) == rows - 1 ? last : (r))
+#define TW_EVERY_FEW(call, ...)                 \
+  for (int some; rows > 0; rows -= some) {      \
+    some = rows < TW_FEW ? rows : TW_FEW;       \
+    switch (some) {                             \
+      case 1:                                   \
+        call(1, 0, a, lda, __VA_ARGS__);        \
+        break;                                  \
+      case 2:                                   \
+        call(2, 1, a, lda, __VA_ARGS__);        \
+        break;                                  \
+      default:                                  \
+        call(4, some - 1, a, lda, __VA_ARGS__); \
+        break;                                  \
+    }                                           \
+    a += some * lda;                            \
+    c += some * ldc;                            \
   }
 
 // c[r][j] = a[r] . b_rows[j]. A vector of `step` elements at a time; `load` and `part` give a's and b's vectors.
 #define TW_DOTS(name, a_element, b_element, vector, step, per_word, load_a, part_a, load_b, part_b, multiply_add)      \
-  TW_INLINE void name##_few(const int rows, const a_element *a, int64_t lda, const b_element *const *b_rows, int n,   \
-                            int depth, float *c, int64_t ldc) {                                                       \
-    const int keys = TW_FEW_KEYS(rows), whole = depth / (step) * (step);                                              \
-    for (int j = 0; j < n; j += keys) {                                                                               \
-      const b_element *b[TW_FEW], *ahead[TW_FEW];                                                                     \
-      tw_f32 sum[TW_FEW * TW_FEW];                                                                                    \
-      TW_UNROLL for (int i = 0; i < keys; i++) {                                                                      \
-        b[i] = b_rows[j + i < n ? j + i : n - 1];                                                                     \
-        ahead[i] = b_rows[j + i + TW_AHEAD < n ? j + i + TW_AHEAD : n - 1];                                           \
-      }                                                                                                               \
-      TW_UNROLL for (int i = 0; i < TW_FEW * TW_FEW; i++) sum[i] = (tw_f32){0};                                       \
-      for (int k = 0; k < whole; k += (step)) {                                                                       \
-        vector y[TW_FEW];                                                                                             \
-        TW_UNROLL for (int i = 0; i < keys; i++) {                                                                    \
-          y[i] = load_b(b[i] + k);                                                                                    \
-          __builtin_prefetch(ahead[i] + k, 0, 3);                                                               \
-        }                                                                                                             \
-        TW_UNROLL for (int r = 0; r < rows; r++) {                                                                    \
-          vector x = load_a(a + r * lda + k / (per_word));                                                            \
-          TW_UNROLL for (int i = 0; i < keys; i++)                                                                  \
-            sum[r * keys + i] = multiply_add(x, y[i], sum[r * keys + i]);                                         \
-        }                                                                                                             \
-      }                                                                                                               \
-      if (whole < depth) {                                                                                            \
-        vector y[TW_FEW];                                                                                             \
-        TW_UNROLL for (int i = 0; i < keys; i++) y[i] = part_b(b[i] + whole, depth - whole);                        \
-        TW_UNROLL for (int r = 0; r < rows; r++) {                                                                    \
-          vector x = part_a(a + r * lda + whole / (per_word), depth - whole);                                         \
-          TW_UNROLL for (int i = 0; i < keys; i++)                                                                  \
-            sum[r * keys + i] = multiply_add(x, y[i], sum[r * keys + i]);                                         \
-        }                                                                                                             \
-      }                                                                                                               \
-      float each[TW_FEW * TW_FEW];                                                                                    \
-      TW_UNROLL for (int i = 0; i < rows * keys; i += TW_LANES)                                                     \
-        tw_store_float32(each + i, tw_sum_each(sum + i));                                                             \
-      const int some = n - j < keys ? n - j : keys;                                                               \
-      TW_UNROLL for (int r = 0; r < rows; r++) {                                                                      \
-        if (some == keys)                                                                                           \
-          memcpy(c + r * ldc + j, each + r * keys, sizeof(float) * keys);                                         \
-        else                                                                                                          \
-          for (int i = 0; i < some; i++) c[r * ldc + j + i] = each[r * keys + i];                                   \
-      }                                                                                                               \
-    }                                                                                                                 \
-  }                                                                                                                   \
-  TW_FUNCTION void name(int rows, const a_element *a, int64_t lda, const b_element *const *b_rows, int n, int depth,  \
-                        float *c, int64_t ldc) {                                                                      \
-    TW_EVERY_FEW(name##_few, b_rows, n, depth, c, ldc)                                                                \
+  TW_INLINE void name##_few(const int rows, int last, const a_element *a, int64_t lda, const b_element *const *b_rows, \
+                            int n, int depth, float *c, int64_t ldc) {                                                 \
+    const int keys = TW_FEW_KEYS(rows), whole = depth / (step) * (step);                                               \
+    for (int j = 0; j < n; j += keys) {                                                                                \
+      const b_element *b[TW_FEW], *ahead[TW_FEW];                                                                      \
+      tw_f32 sum[TW_FEW * TW_FEW];                                                                                     \
+      TW_UNROLL                                                                                                        \
+      for (int i = 0; i < keys; i++) {                                                                                 \
+        b[i] = b_rows[j + i < n ? j + i : n - 1];                                                                      \
+        ahead[i] = b_rows[j + i + TW_AHEAD < n ? j + i + TW_AHEAD : n - 1];                                            \
+      }                                                                                                                \
+      TW_UNROLL                                                                                                        \
+      for (int i = 0; i < TW_FEW * TW_FEW; i++) sum[i] = (tw_f32){0};                                                  \
+      for (int k = 0; k < whole; k += (step)) {                                                                        \
+        vector y[TW_FEW];                                                                                              \
+        TW_UNROLL                                                                                                      \
+        for (int i = 0; i < keys; i++) {                                                                               \
+          y[i] = load_b(b[i] + k);                                                                                     \
+          __builtin_prefetch(ahead[i] + k, 0, 3);                                                                      \
+        }                                                                                                              \
+        TW_UNROLL                                                                                                      \
+        for (int r = 0; r < rows; r++) {                                                                               \
+          vector x = load_a(a + TW_ROW(r) * lda + k / (per_word));                                                     \
+          TW_UNROLL                                                                                                    \
+          for (int i = 0; i < keys; i++) sum[r * keys + i] = multiply_add(x, y[i], sum[r * keys + i]);                 \
+        }                                                                                                              \
+      }                                                                                                                \
+      if (whole < depth) {                                                                                             \
+        vector y[TW_FEW];                                                                                              \
+        TW_UNROLL                                                                                                      \
+        for (int i = 0; i < keys; i++) y[i] = part_b(b[i] + whole, depth - whole);                                     \
+        TW_UNROLL                                                                                                      \
+        for (int r = 0; r < rows; r++) {                                                                               \
+          vector x = part_a(a + TW_ROW(r) * lda + whole / (per_word), depth - whole);                                  \
+          TW_UNROLL                                                                                                    \
+          for (int i = 0; i < keys; i++) sum[r * keys + i] = multiply_add(x, y[i], sum[r * keys + i]);                 \
+        }                                                                                                              \
+      }                                                                                                                \
+      float each[TW_FEW * TW_FEW];                                                                                     \
+      TW_UNROLL                                                                                                        \
+      for (int i = 0; i < rows * keys; i += TW_LANES) tw_store_float32(each + i, tw_sum_each(sum + i));                \
+      const int some = n - j < keys ? n - j : keys;                                                                    \
+      TW_UNROLL                                                                                                        \
+      for (int r = 0; r < rows; r++) {                                                                                 \
+        if (some == keys)                                                                                              \
+          memcpy(c + TW_ROW(r) * ldc + j, each + r * keys, sizeof(float) * keys);                                      \
+        else                                                                                                           \
+          for (int i = 0; i < some; i++) c[TW_ROW(r) * ldc + j + i] = each[r * keys + i];                              \
+      }                                                                                                                \
+    }                                                                                                                  \
+  }                                                                                                                    \
+  TW_FUNCTION void name(int rows, const a_element *a, int64_t lda, const b_element *const *b_rows, int n, int depth,   \
+                        float *c, int64_t ldc) {                                                                       \
+    TW_EVERY_FEW(name##_few, b_rows, n, depth, c, ldc)                                                                 \
   }
 
-#define TW_DOTS_OF(name, element, dtype)                                                                     \
-  TW_DOTS(tw_dot_rows_##name, float, element, tw_f32, TW_LANES, 1, tw_load_float32, tw_load_float32_part,    \
+#define TW_DOTS_OF(name, element, dtype)                                                                  \
+  TW_DOTS(tw_dot_rows_##name, float, element, tw_f32, TW_LANES, 1, tw_load_float32, tw_load_float32_part, \
           tw_load_##dtype, tw_load_##dtype##_part, tw_fma)
 TW_DOTS_OF(float32, float, float32)
 TW_DOTS_OF(float32_float16, uint16_t, float16)
@@ -94,35 +108,42 @@ TW_DOTS(tw_dot_rows_bfloat16, uint32_t, uint16_t, tw_i32, 2 * TW_LANES, 2, tw_wo
         tw_pairs_part, tw_dot_pairs)
 #endif
 
-// c[r][d] (+)= sum over j in n_lo..n_hi of a[r][j] * b_rows[j][d], ascending. A block is `vectors` vectors wide, or with
-// `some` not 0 the first `some` elements of one.
+// c[r][d] (+)= sum over j in n_lo..n_hi of a[r][j] * b_rows[j][d], ascending. A block is `vectors` vectors wide, or
+// with `some` not 0 the first `some` elements of one.
 #define TW_COMBINE(name, b_element, load, part)                                                                       \
-  TW_INLINE void name##_block(const int rows, const int vectors, const float *a, int64_t lda,                         \
+  TW_INLINE void name##_block(const int rows, int last, const int vectors, const float *a, int64_t lda,               \
                               const b_element *const *b_rows, int n_lo, int n_hi, int d, int some, float *c,          \
                               int64_t ldc, bool accumulate) {                                                         \
-    tw_f32 sum[TW_FEW][8];                                                                                  \
-    TW_UNROLL for (int r = 0; r < rows; r++) {                                                                        \
-      TW_UNROLL for (int v = 0; v < vectors; v++) {                                                                   \
-        const float *at = c + r * ldc + d + v * TW_LANES;                                                             \
+    tw_f32 sum[TW_FEW][8];                                                                                            \
+    TW_UNROLL                                                                                                         \
+    for (int r = 0; r < rows; r++) {                                                                                  \
+      TW_UNROLL                                                                                                       \
+      for (int v = 0; v < vectors; v++) {                                                                             \
+        const float *at = c + TW_ROW(r) * ldc + d + v * TW_LANES;                                                     \
         sum[r][v] = !accumulate ? (tw_f32){0} : some ? tw_load_float32_part(at, some) : tw_load_float32(at);          \
       }                                                                                                               \
     }                                                                                                                 \
     for (int j = n_lo; j < n_hi; j++) {                                                                               \
       tw_f32 y[8];                                                                                                    \
       const b_element *ahead = b_rows[j + TW_AHEAD < n_hi ? j + TW_AHEAD : n_hi - 1] + d;                             \
-      TW_UNROLL for (int v = 0; v < vectors; v++) {                                                                   \
+      TW_UNROLL                                                                                                       \
+      for (int v = 0; v < vectors; v++) {                                                                             \
         const b_element *at = b_rows[j] + d + v * TW_LANES;                                                           \
         y[v] = some ? part(at, some) : load(at);                                                                      \
-        __builtin_prefetch(ahead + v * TW_LANES, 0, 3);                                                         \
+        __builtin_prefetch(ahead + v * TW_LANES, 0, 3);                                                               \
       }                                                                                                               \
-      TW_UNROLL for (int r = 0; r < rows; r++) {                                                                      \
-        tw_f32 x = tw_f32_all(a[r * lda + j]);                                                                        \
-        TW_UNROLL for (int v = 0; v < vectors; v++) sum[r][v] = tw_fma(x, y[v], sum[r][v]);                           \
+      TW_UNROLL                                                                                                       \
+      for (int r = 0; r < rows; r++) {                                                                                \
+        tw_f32 x = tw_f32_all(a[TW_ROW(r) * lda + j]);                                                                \
+        TW_UNROLL                                                                                                     \
+        for (int v = 0; v < vectors; v++) sum[r][v] = tw_fma(x, y[v], sum[r][v]);                                     \
       }                                                                                                               \
     }                                                                                                                 \
-    TW_UNROLL for (int r = 0; r < rows; r++) {                                                                        \
-      TW_UNROLL for (int v = 0; v < vectors; v++) {                                                                   \
-        float *at = c + r * ldc + d + v * TW_LANES;                                                                   \
+    TW_UNROLL                                                                                                         \
+    for (int r = 0; r < rows; r++) {                                                                                  \
+      TW_UNROLL                                                                                                       \
+      for (int v = 0; v < vectors; v++) {                                                                             \
+        float *at = c + TW_ROW(r) * ldc + d + v * TW_LANES;                                                           \
         if (some)                                                                                                     \
           tw_store_float32_part(at, sum[r][v], some);                                                                 \
         else                                                                                                          \
@@ -130,15 +151,15 @@ TW_DOTS(tw_dot_rows_bfloat16, uint32_t, uint16_t, tw_i32, 2 * TW_LANES, 2, tw_wo
       }                                                                                                               \
     }                                                                                                                 \
   }                                                                                                                   \
-  TW_INLINE void name##_few(const int rows, const float *a, int64_t lda, const b_element *const *b_rows, int n_lo,    \
-                            int n_hi, int width, float *c, int64_t ldc, bool accumulate) {                            \
+  TW_INLINE void name##_few(const int rows, int last, const float *a, int64_t lda, const b_element *const *b_rows,    \
+                            int n_lo, int n_hi, int width, float *c, int64_t ldc, bool accumulate) {                  \
     const int wide = TW_FEW_WIDE(rows);                                                                               \
     int d = 0;                                                                                                        \
-    for (; d + wide * TW_LANES <= width; d += wide * TW_LANES)                                          \
-      name##_block(rows, wide, a, lda, b_rows, n_lo, n_hi, d, 0, c, ldc, accumulate);                          \
-    for (; d + TW_LANES <= width; d += TW_LANES)                                                                      \
-      name##_block(rows, 1, a, lda, b_rows, n_lo, n_hi, d, 0, c, ldc, accumulate);                                    \
-    if (d < width) name##_block(rows, 1, a, lda, b_rows, n_lo, n_hi, d, width - d, c, ldc, accumulate);               \
+    for (; d + wide * TW_LANES <= width; d += wide * TW_LANES)                                                        \
+      name##_block(rows, last, wide, a, lda, b_rows, n_lo, n_hi, d, 0, c, ldc, accumulate);                           \
+    for (; d < width; d += TW_LANES)                                                                                  \
+      name##_block(rows, last, 1, a, lda, b_rows, n_lo, n_hi, d, width - d < TW_LANES ? width - d : TW_LANES, c, ldc, \
+                   accumulate);                                                                                       \
   }                                                                                                                   \
   TW_FUNCTION void name(int rows, const float *a, int64_t lda, const b_element *const *b_rows, int n_lo, int n_hi,    \
                         int width, float *c, int64_t ldc, bool accumulate) {                                          \
@@ -153,34 +174,40 @@ TW_COMBINE_OF(float32_bfloat16, uint16_t, bfloat16)
 TW_COMBINE_OF(float32_float8_e4m3fn, uint8_t, float8_e4m3fn)
 
 #if defined(TW_BF16_DOT)
-// The same with `a` in bfloat16, lda in elements: pairs of rows 2k and 2k + 1 in one instruction. A pair of which one row
-// is outside n_lo..n_hi has zeros for it, on both sides.
-TW_INLINE void tw_combine_pair(const int rows, const int panels, const uint16_t *a, int64_t lda, const uint16_t *first,
-                               const uint16_t *second, int j, int d, int left, tw_f32 (*sum)[8]) {
+// The same with `a` in bfloat16, lda in elements: pairs of rows 2k and 2k + 1 in one instruction. A pair of which one
+// row is outside n_lo..n_hi has zeros for it, on both sides.
+TW_INLINE void tw_combine_pair(const int rows, int last, const int panels, const uint16_t *a, int64_t lda,
+                               const uint16_t *first, const uint16_t *second, int j, int d, int left,
+                               tw_f32 (*sum)[8]) {
   tw_i32 y[8];
-  TW_UNROLL for (int v = 0; v < panels; v++) {
+  TW_UNROLL
+  for (int v = 0; v < panels; v++) {
     const int at = d + v * TW_PANEL;
     tw_zip_rows(first ? first + at : 0, second ? second + at : 0, left - v * TW_PANEL, &y[2 * v], &y[2 * v + 1]);
   }
-  TW_UNROLL for (int r = 0; r < rows; r++) {
+  TW_UNROLL
+  for (int r = 0; r < rows; r++) {
     uint32_t word = 0;
     if (first && second)
-      memcpy(&word, a + r * lda + j, sizeof word);
+      memcpy(&word, a + TW_ROW(r) * lda + j, sizeof word);
     else
-      word = first ? a[r * lda + j] : (uint32_t)a[r * lda + j + 1] << 16;
+      word = first ? a[TW_ROW(r) * lda + j] : (uint32_t)a[TW_ROW(r) * lda + j + 1] << 16;
     tw_i32 x = tw_word_all(word);
-    TW_UNROLL for (int v = 0; v < 2 * panels; v++) sum[r][v] = tw_dot_pairs(x, y[v], sum[r][v]);
+    TW_UNROLL
+    for (int v = 0; v < 2 * panels; v++) sum[r][v] = tw_dot_pairs(x, y[v], sum[r][v]);
   }
 }
 
-TW_INLINE void tw_combine_pairs(const int rows, const int panels, const uint16_t *a, int64_t lda,
+TW_INLINE void tw_combine_pairs(const int rows, int last, const int panels, const uint16_t *a, int64_t lda,
                                 const uint16_t *const *b_rows, int n_lo, int n_hi, int d, int left, float *c,
                                 int64_t ldc, bool accumulate) {
   tw_f32 sum[TW_FEW][8];
-  TW_UNROLL for (int r = 0; r < rows; r++) {
-    TW_UNROLL for (int v = 0; v < 2 * panels; v++) {
+  TW_UNROLL
+  for (int r = 0; r < rows; r++) {
+    TW_UNROLL
+    for (int v = 0; v < 2 * panels; v++) {
       const int some = left - v * TW_LANES < 0 ? 0 : left - v * TW_LANES;
-      const float *at = c + r * ldc + d;
+      const float *at = c + TW_ROW(r) * ldc + d;
       sum[r][v] = !accumulate        ? (tw_f32){0}
                   : some >= TW_LANES ? tw_load_float32(at + v * TW_LANES)
                   : some             ? tw_load_float32_part(at + v * TW_LANES, some)
@@ -188,21 +215,24 @@ TW_INLINE void tw_combine_pairs(const int rows, const int panels, const uint16_t
     }
   }
   int j = n_lo & ~1;
-  if (j < n_lo && j + 1 < n_hi) tw_combine_pair(rows, panels, a, lda, 0, b_rows[j + 1], j, d, left, sum);
+  if (j < n_lo && j + 1 < n_hi) tw_combine_pair(rows, last, panels, a, lda, 0, b_rows[j + 1], j, d, left, sum);
   if (j < n_lo) j += 2;
   for (; j + 2 <= n_hi; j += 2) {
     const int later = j + TW_AHEAD + 1 < n_hi ? j + TW_AHEAD : j;
-    TW_UNROLL for (int v = 0; v < panels; v++) {
+    TW_UNROLL
+    for (int v = 0; v < panels; v++) {
       __builtin_prefetch(b_rows[later] + d + v * TW_PANEL, 0, 3);
       __builtin_prefetch(b_rows[later + 1] + d + v * TW_PANEL, 0, 3);
     }
-    tw_combine_pair(rows, panels, a, lda, b_rows[j], b_rows[j + 1], j, d, left, sum);
+    tw_combine_pair(rows, last, panels, a, lda, b_rows[j], b_rows[j + 1], j, d, left, sum);
   }
-  if (j < n_hi) tw_combine_pair(rows, panels, a, lda, b_rows[j], 0, j, d, left, sum);
-  TW_UNROLL for (int r = 0; r < rows; r++) {
-    TW_UNROLL for (int v = 0; v < 2 * panels; v++) {
+  if (j < n_hi) tw_combine_pair(rows, last, panels, a, lda, b_rows[j], 0, j, d, left, sum);
+  TW_UNROLL
+  for (int r = 0; r < rows; r++) {
+    TW_UNROLL
+    for (int v = 0; v < 2 * panels; v++) {
       const int some = left - v * TW_LANES;
-      float *at = c + r * ldc + d + v * TW_LANES;
+      float *at = c + TW_ROW(r) * ldc + d + v * TW_LANES;
       if (some >= TW_LANES)
         tw_store_float32(at, sum[r][v]);
       else if (some > 0)
@@ -211,15 +241,15 @@ TW_INLINE void tw_combine_pairs(const int rows, const int panels, const uint16_t
   }
 }
 
-TW_INLINE void tw_combine_rows_bfloat16_few(const int rows, const uint16_t *a, int64_t lda,
+TW_INLINE void tw_combine_rows_bfloat16_few(const int rows, int last, const uint16_t *a, int64_t lda,
                                             const uint16_t *const *b_rows, int n_lo, int n_hi, int width, float *c,
                                             int64_t ldc, bool accumulate) {
   const int wide = TW_FEW_WIDE(rows) / 2;
   int d = 0;
   for (; d + wide * TW_PANEL <= width; d += wide * TW_PANEL)
-    tw_combine_pairs(rows, wide, a, lda, b_rows, n_lo, n_hi, d, wide * TW_PANEL, c, ldc, accumulate);
+    tw_combine_pairs(rows, last, wide, a, lda, b_rows, n_lo, n_hi, d, wide * TW_PANEL, c, ldc, accumulate);
   for (; d < width; d += TW_PANEL)
-    tw_combine_pairs(rows, 1, a, lda, b_rows, n_lo, n_hi, d, width - d, c, ldc, accumulate);
+    tw_combine_pairs(rows, last, 1, a, lda, b_rows, n_lo, n_hi, d, width - d, c, ldc, accumulate);
 }
 
 TW_FUNCTION void tw_combine_rows_bfloat16(int rows, const uint16_t *a, int64_t lda, const uint16_t *const *b_rows,

@@ -30,14 +30,10 @@ TW_INLINE tw_u8 tw_bytes(const uint8_t *p) {
 #if defined(TW_AVX512)
 TW_INLINE __mmask16 tw_first(int n) { return (__mmask16)((1u << n) - 1); }
 TW_INLINE tw_i32 tw_words_part(const void *p, int n) { return (tw_i32)_mm512_maskz_loadu_epi32(tw_first(n), p); }
-TW_INLINE tw_u16 tw_halves_part(const uint16_t *p, int n) {
-  return (tw_u16)_mm256_maskz_loadu_epi16(tw_first(n), p);
-}
+TW_INLINE tw_u16 tw_halves_part(const uint16_t *p, int n) { return (tw_u16)_mm256_maskz_loadu_epi16(tw_first(n), p); }
 TW_INLINE tw_u8 tw_bytes_part(const uint8_t *p, int n) { return (tw_u8)_mm_maskz_loadu_epi8(tw_first(n), p); }
 TW_INLINE void tw_put_words(void *p, tw_i32 x, int n) { _mm512_mask_storeu_epi32(p, tw_first(n), (__m512i)x); }
-TW_INLINE void tw_put_halves(uint16_t *p, tw_u16 x, int n) {
-  _mm256_mask_storeu_epi16(p, tw_first(n), (__m256i)x);
-}
+TW_INLINE void tw_put_halves(uint16_t *p, tw_u16 x, int n) { _mm256_mask_storeu_epi16(p, tw_first(n), (__m256i)x); }
 TW_INLINE void tw_put_bytes(uint8_t *p, tw_u8 x, int n) { _mm_mask_storeu_epi8(p, tw_first(n), (__m128i)x); }
 #else
 #if defined(TW_AVX2)
@@ -138,7 +134,8 @@ TW_INLINE tw_f32 tw_widen_float16(tw_u16 x) {
 TW_INLINE tw_f32 tw_widen_float8_e4m3fn(tw_u8 x) {
 #if defined(TW_AVX512)
   // Placed in a float16 the value is 2^8 too small, denormals too; 0x7f and 0xff are NaN.
-  __m256i h = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16((__m128i)x), 7), _mm256_set1_epi16((short)0xbf80));
+  __m256i h =
+      _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16((__m128i)x), 7), _mm256_set1_epi16((short)0xbf80));
   __mmask16 nan = _mm_cmpeq_epi8_mask(_mm_or_si128((__m128i)x, _mm_set1_epi8((char)0x80)), _mm_set1_epi8((char)0xff));
   h = _mm256_mask_set1_epi16(h, nan, 0x7e00);
   return _mm512_mul_ps(_mm512_cvtph_ps(h), _mm512_set1_ps(256));
@@ -185,9 +182,9 @@ TW_INLINE tw_u16 tw_narrow_float16(tw_f32 x) {
 }
 
 // Loads. A scalar goes through the same vector code, so that it cannot differ.
-#define TW_LOADS(dtype, element, vector, scalar, widen, whole, part)                                            \
-  TW_INLINE vector tw_load_##dtype(const element *p) { return widen(whole(p)); }                                 \
-  TW_INLINE vector tw_load_##dtype##_part(const element *p, int n) { return widen(part(p, n)); }                 \
+#define TW_LOADS(dtype, element, vector, scalar, widen, whole, part)                             \
+  TW_INLINE vector tw_load_##dtype(const element *p) { return widen(whole(p)); }                 \
+  TW_INLINE vector tw_load_##dtype##_part(const element *p, int n) { return widen(part(p, n)); } \
   TW_INLINE scalar tw_one_##dtype(const element *p) { return tw_load_##dtype##_part(p, 1)[0]; }
 #define TW_WIDEN_UINT8(x) ((tw_i32)tw_words_of_bytes(x))
 #define TW_WIDEN_BOOL(x) (tw_words_of_bytes(x) != 0)
@@ -218,12 +215,12 @@ TW_INLINE tw_i32 tw_load_int64_part(const int64_t *p, int n) {
 TW_INLINE int32_t tw_one_int64(const int64_t *p) { return (int32_t)*p; }
 
 // Stores
-#define TW_STORES(dtype, element, vector, scalar, all, narrow, put)                                                  \
-  TW_INLINE void tw_store_##dtype##_part(element *p, vector x, int n) { put(p, narrow(x), n); }                       \
-  TW_INLINE void tw_store_##dtype(element *p, vector x) {                                                             \
-    __typeof__(narrow(x)) y = narrow(x);                                                                              \
-    memcpy(p, &y, sizeof y);                                                                                          \
-  }                                                                                                                   \
+#define TW_STORES(dtype, element, vector, scalar, all, narrow, put)                             \
+  TW_INLINE void tw_store_##dtype##_part(element *p, vector x, int n) { put(p, narrow(x), n); } \
+  TW_INLINE void tw_store_##dtype(element *p, vector x) {                                       \
+    __typeof__(narrow(x)) y = narrow(x);                                                        \
+    memcpy(p, &y, sizeof y);                                                                    \
+  }                                                                                             \
   TW_INLINE void tw_put_##dtype(element *p, scalar x) { *p = (element)narrow(all(x))[0]; }
 #define TW_NARROW_BYTE(x) tw_bytes_of_words((tw_u32)(x))
 #define TW_NARROW_BOOL(x) TW_NARROW_BYTE((tw_u32)((x) != 0) & 1)

@@ -7,8 +7,8 @@
 #define TW_NOT_A_CANDIDATE INT32_MIN
 #define TW_SAMPLE 1024  // keys looked at before all of them
 
-// Scratch: the chosen ones twice for sorting, each a distance from the largest key and a column, with room for one more;
-// a key and a column of every candidate.
+// Scratch: the chosen ones twice for sorting, each a distance from the largest key and a column, with room for one
+// more; a key and a column of every candidate.
 TW_FUNCTION int64_t tw_best_scratch(int64_t count, int64_t k) {
   return 64 + 8 * (count + TW_LANES) + 16 * ((k < count ? k : count) + 1);
 }
@@ -57,7 +57,8 @@ TW_FUNCTION int64_t tw_candidates(const int32_t *row, int64_t count, int32_t bou
   return n;
 }
 
-// A lower bound that about k keys of the row reach, from a sample; the sample is spread unevenly, as rows may be periodic.
+// A lower bound that about k keys of the row reach, from a sample; the sample is spread unevenly, as rows may be
+// periodic.
 TW_FUNCTION int32_t tw_guess_bound(const int32_t *row, int64_t count, int64_t k, int32_t *sample) {
   uint32_t random = 1;
   const int64_t stretch = count / TW_SAMPLE;

@@ -53,8 +53,7 @@ typedef uint8_t tw_u8 __attribute__((vector_size(TW_LANES)));
 // F(0, s), F(1, s), ... one for every lane: lists of lane numbers
 #define TW_LIST4(F, s) F(0, s), F(1, s), F(2, s), F(3, s)
 #define TW_LIST8(F, s) TW_LIST4(F, s), F(4, s), F(5, s), F(6, s), F(7, s)
-#define TW_LIST16(F, s) \
-  TW_LIST8(F, s), F(8, s), F(9, s), F(10, s), F(11, s), F(12, s), F(13, s), F(14, s), F(15, s)
+#define TW_LIST16(F, s) TW_LIST8(F, s), F(8, s), F(9, s), F(10, s), F(11, s), F(12, s), F(13, s), F(14, s), F(15, s)
 #if TW_LANES == 16
 #define TW_LIST TW_LIST16
 #elif TW_LANES == 8
@@ -187,8 +186,7 @@ TW_INLINE tw_i32 tw_add_i32(tw_i32 a, tw_i32 b) { return (tw_i32)((tw_u32)a + (t
 // Halving: every lane ends with the whole. The tree is the one of tw_sum_each, bit for bit.
 #define TW_HALVE(op, x, s) op(x, TW_SHUFFLE(x, x, TW_LIST(TW_LANE_XOR, s)))
 #if TW_LANES == 16
-#define TW_REDUCE(op, x) \
-  x = TW_HALVE(op, x, 8), x = TW_HALVE(op, x, 4), x = TW_HALVE(op, x, 2), x = TW_HALVE(op, x, 1)
+#define TW_REDUCE(op, x) x = TW_HALVE(op, x, 8), x = TW_HALVE(op, x, 4), x = TW_HALVE(op, x, 2), x = TW_HALVE(op, x, 1)
 #elif TW_LANES == 8
 #define TW_REDUCE(op, x) x = TW_HALVE(op, x, 4), x = TW_HALVE(op, x, 2), x = TW_HALVE(op, x, 1)
 #else
@@ -206,9 +204,10 @@ TW_INLINE int32_t tw_min_of_i32(tw_i32 x) { return TW_REDUCE(tw_min_i32, x), x[0
 // Lane i of the result is the sum of x[i]: a transposition and a sum in one, 2 shuffles per addition. x is used up.
 #define TW_LANE_FOLD_A(i, s) ((i) & (s) ? (i) + TW_LANES : (i))
 #define TW_LANE_FOLD_B(i, s) ((i) & (s) ? ((i) ^ (s)) + TW_LANES : ((i) ^ (s)))
-#define TW_FOLD(x, s)                                                                    \
-  TW_UNROLL for (int i = 0; i < (s); i++) {                                              \
-    tw_f32 a = x[i], b = x[i + (s)];                                                     \
+#define TW_FOLD(x, s)                                                                                   \
+  TW_UNROLL                                                                                             \
+  for (int i = 0; i < (s); i++) {                                                                       \
+    tw_f32 a = x[i], b = x[i + (s)];                                                                    \
     x[i] = TW_SHUFFLE(a, b, TW_LIST(TW_LANE_FOLD_A, s)) + TW_SHUFFLE(a, b, TW_LIST(TW_LANE_FOLD_B, s)); \
   }
 TW_INLINE tw_f32 tw_sum_each(tw_f32 *x) {
