@@ -2,12 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from .interp_values import Ints
+from .expr import Axes, Expr, Iota, Op
+from .interp_values import Frame, Ints, Run, Scope, as_number, compile_value
+
+
+@dataclass(frozen=True)
+class Span:
+    """An index that is known, when compiled, to count up by one along an axis from a scalar, or to be one scalar."""
+
+    axis: str | None
+    starts: tuple[Run, ...]  # whose sum is where it starts
+
+    def within(self, f: Frame, sizes: Mapping[str, int], extent: int) -> slice | int | None:
+        """What it selects of a dimension, or None where some of that is outside."""
+        start = sum(int(as_number(run(f))) for run in self.starts)
+        size = 1 if self.axis is None else sizes[self.axis]
+        if start < 0 or start + size > extent:
+            return None
+        return start if self.axis is None else slice(start, start + size)
+
+
+def spans_of(index: Sequence[Expr], axes: Axes, scope: Scope) -> tuple[Span, ...] | None:
+    """One span per index, where they count along all of `axes`, in any order; else None."""
+    found = [_span(i, scope) for i in index]
+    spans = tuple(s for s in found if s is not None)
+    along = [s.axis for s in spans if s.axis is not None]
+    return spans if len(spans) == len(index) and sorted(along) == sorted(axes) else None
+
+
+def _span(e: Expr, scope: Scope) -> Span | None:
+    if not e.axes and not scope.lanes(e):
+        return Span(None, (compile_value(e, (), scope).run,))
+    match e:
+        case Iota(axis):
+            return Span(axis, ())
+        case Op("add", (a, b)):
+            left, right = _span(a, scope), _span(b, scope)
+            if left is None or right is None or (left.axis and right.axis):
+                return None
+            return Span(left.axis or right.axis, (*left.starts, *right.starts))
+        case _:
+            return None
+
+
+def spanned(tensor: torch.Tensor, spans: tuple[Span, ...], axes: Axes, scope: Scope, f: Frame) -> torch.Tensor | None:
+    """The view [axes.., remaining dimensions..] that spans select, or None where some of it is outside."""
+    places = [s.within(f, scope.sizes, n) for s, n in zip(spans, tensor.shape, strict=False)]
+    if any(p is None for p in places):
+        return None
+    view = tensor[tuple(places)]
+    order = [s.axis for s in spans if s.axis is not None]
+    if tuple(order) == axes:
+        return view
+    return view.permute(*(order.index(a) for a in axes), *range(len(order), view.ndim))
 
 
 def consecutive(index: Ints) -> bool:

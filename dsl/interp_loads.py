@@ -14,7 +14,7 @@ import torch
 from . import errors
 from .dtypes import Kind
 from .expr import Axes, Elem, Expr, Tile, Var, walk
-from .interp_blocks import block, consecutive, kept_rows, rows_at
+from .interp_blocks import Span, block, consecutive, kept_rows, rows_at, spanned, spans_of
 from .interp_convert import as_float32
 from .interp_values import Array, Code, Frame, Ints, Scalar, Scope, as_ints, compile_value
 
@@ -43,7 +43,9 @@ def compile_load(e: Elem, axes: Axes, scope: Scope) -> Code:
     layout = _Layout(e, scope, outer, inner, axes, (*indexed, *sliced), spans, others)
     along = _row_axis(codes, ok, outer)
     read: Load = (
-        _RowLoad(layout, codes, ok, scope.sizes[along]) if along is not None and inner else _TileLoad(layout, codes, ok)
+        _RowLoad(layout, codes, ok, scope.sizes[along])
+        if along is not None and inner
+        else _TileLoad(layout, codes, ok, spans_of([e.index[n] for n in indexed], outer, scope))
     )
     if scope.check_finite and "key" in axes and _is_pool(e.tensor, scope):
         read = _finite(read, e, 1 + axes.index("key"))
@@ -230,10 +232,15 @@ class _TileLoad:
     layout: _Layout
     index: tuple[Code, ...]
     ok: Code
+    spans: tuple[Span, ...] | None
 
     def __call__(self, f: Frame) -> torch.Tensor:
-        dims = len(self.layout.outer)
+        dims, outer = len(self.layout.outer), self.layout.outer
         tensor, good = self.layout.tensor(f), _guard(self.ok, f, dims)
+        if self.spans is not None and good.all():
+            view = spanned(tensor, self.spans, outer, self.layout.scope, f)
+            if view is not None:
+                return self.layout.tile(view.unsqueeze(0)).contiguous()
         index = _arrays(self.index, f, dims)
         if good.all():  # made contiguous once, as it is read in every iteration of a key loop
             return self.layout.tile(self._read(tensor, index, good)).contiguous()

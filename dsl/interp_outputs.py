@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from . import errors
-from .interp_blocks import block, kept_rows
+from .interp_blocks import block, kept_rows, spanned, spans_of
 from .interp_values import (
     Frame,
     Ints,
@@ -47,9 +47,13 @@ def store(s: Store, scope: Scope) -> Do:
     count = scope.lane_count if apart else 1
     whole, dtype = (count, *(scope.sizes[a] for a in s.axes)), torch_dtype(scope.args[s.tensor].dtype)
     dim = 1 + s.axes.index(ok.axes[0]) if len(ok.axes) == 1 and not ok.lanes else None
+    spans = None if apart else spans_of(s.index, s.axes, scope)
 
     def run(f: Frame) -> None:
         tensor, good = f.tensors[s.tensor], as_numpy(ok.run(f))
+        if spans is not None and np.all(good) and (target := spanned(tensor, spans, s.axes, scope, f)) is not None:
+            target.copy_(_spread(value.run(f), len(whole))[0])  # rounds once
+            return
         at = [_index(c.run(f), len(whole)) for c in index]
         x = _spread(value.run(f), len(whole))
         x = (x if apart else x[:1]).expand(whole)

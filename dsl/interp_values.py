@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias, assert_never
 
 import numpy as np
@@ -55,6 +56,7 @@ class Frame:
     lists: Mapping[str, list[int]]  # one-dimensional integer arguments, for reading single elements
     scalars: dict[str, Scalar] = field(default_factory=dict)
     tiles: dict[str, Array] = field(default_factory=dict)
+    kept: dict[int, Scalar] = field(default_factory=dict)  # what the expression being evaluated needs again
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,14 @@ class Code:
 
 
 @dataclass(frozen=True)
+class Repeats:
+    """Parts of an expression that it has more than once, and the code of those compiled so far."""
+
+    parts: frozenset[Expr]
+    codes: dict[tuple[Expr, Axes], Code] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Scope:
     """What is known about a kernel when its expressions are compiled."""
 
@@ -78,6 +88,7 @@ class Scope:
     varying: frozenset[str]  # scalars and tiles that differ between lanes
     lane_count: int = 1
     check_finite: bool = False
+    repeats: Repeats | None = None  # of the expression being compiled
 
     def lanes(self, e: Expr) -> bool:
         return any(isinstance(x, Var | Tile) and x.name in self.varying for x in walk(e))
@@ -110,8 +121,44 @@ def as_ints(x: Scalar) -> Ints:
 def compile_value(e: Expr, axes: Axes, scope: Scope, consumed: frozenset[str] = frozenset()) -> Code:
     """`e` for use over `axes`: its array has one dimension per axis, of size 1 where it does not vary.
 
-    Tiles in `consumed` are read for the last time here and may be overwritten.
+    Tiles in `consumed` are read for the last time here and may be overwritten. What an expression has twice is computed
+    once: guards and page numbers stand in several places of it.
     """
+    if scope.repeats is None:
+        counts = Counter(x for x in walk(e) if isinstance(x, Op | Elem))
+        repeats = Repeats(frozenset(x for x, n in counts.items() if n > 1))
+        code = _compiled(e, axes, replace(scope, repeats=repeats), consumed)
+        return replace(code, run=_forgetting(code.run)) if repeats.codes else code
+    if e not in scope.repeats.parts:
+        return _compiled(e, axes, scope, consumed)
+    codes = scope.repeats.codes
+    if (e, axes) not in codes:
+        code = _compiled(e, axes, scope, consumed)
+        if code.number:
+            return code
+        codes[e, axes] = replace(code, run=_once(code.run, len(codes)), fresh=False)
+    return codes[e, axes]
+
+
+def _once(run: Run, slot: int) -> Run:
+    def kept(f: Frame) -> Scalar:
+        if slot not in f.kept:
+            f.kept[slot] = run(f)
+        return f.kept[slot]
+
+    return kept
+
+
+def _forgetting(run: Run) -> Run:
+    def forgetting(f: Frame) -> Scalar:
+        out = run(f)
+        f.kept.clear()
+        return out
+
+    return forgetting
+
+
+def _compiled(e: Expr, axes: Axes, scope: Scope, consumed: frozenset[str]) -> Code:
     match e:
         case Const(value):
             return Code(lambda f: value, (), False, number=True)
@@ -263,10 +310,8 @@ def _overwriting(e: Op, args: list[Code], full: int) -> Run | None:
     """The operation written over its argument number `full`, where there is such a form."""
     runs = [_converted(x, c, e) for x, c in zip(e.args, args, strict=True)]
     name, mine = e.name, runs[full]
-    if name == "where" and full == 1 and args[2].number:
-        c, a, b = runs
-        fill: Callable[..., torch.Tensor] = torch.Tensor.masked_fill_
-        return lambda f: fill(a(f), _tensor(c(f)).logical_not(), b(f))
+    if name == "where" and full > 0 and args[3 - full].number:
+        return _filling(runs[0], mine, runs[3 - full], where=full == 2)
     if name in ("max", "min") and args[1 - full].number:
         limit, clamp = runs[1 - full], torch.Tensor.clamp_min_ if name == "max" else torch.Tensor.clamp_max_
         return lambda f: clamp(_tensor(mine(f)), float(as_number(limit(f))))  # NaN stays NaN, as in maximum
@@ -285,6 +330,18 @@ def _overwriting(e: Op, args: list[Code], full: int) -> Run | None:
         return lambda f: method(mine(f))
     other = runs[1 - full]
     return lambda f: method(mine(f), other(f))
+
+
+def _filling(condition: Run, x: Run, number: Run, *, where: bool) -> Run:
+    """`x` with a number in place of what the condition, or its opposite, picks; often that is nothing."""
+
+    def fill(f: Frame) -> torch.Tensor:
+        out, picked = _tensor(x(f)), _tensor(condition(f))
+        if not where:
+            picked = picked.logical_not()
+        return out.masked_fill_(picked, as_number(number(f))) if bool(picked.any()) else out
+
+    return fill
 
 
 def blank(kind: Kind) -> float | int:
