@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -285,3 +286,15 @@ def test_sanitizers(tmp_path: Path) -> None:
     assert built.returncode == 0, built.stderr
     ran = subprocess.run([str(program)], capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["clang", "aarch64-linux-gnu-gcc"])
+def test_other_compilers(name: str, tmp_path: Path) -> None:
+    """The same sources without a warning; a compiler for another processor has the portable level only."""
+    if (cc := shutil.which(name)) is None:
+        pytest.skip(f"no {name}")
+    for level in LEVELS[: 1 if "aarch64" in name else None]:
+        command = [cc, *COMPILE, *level.flags, *STRICT, "-c", str(DRIVER), "-o", str(tmp_path / "driver.o")]
+        built = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert built.returncode == 0, built.stderr

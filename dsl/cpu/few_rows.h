@@ -10,9 +10,8 @@
 #define TW_FEW 4
 #define TW_FEW_KEYS(rows) (TW_LANES == 16 || (rows) <= 2 ? 4 : 2)                       // of a block of dot products
 #define TW_FEW_WIDE(rows) (TW_LANES == 16 ? (rows) <= 2 ? 8 : 4 : (rows) <= 2 ? 4 : 2)  // vectors of combined rows
-#ifndef TW_AHEAD
-#define TW_AHEAD 16  // keys, counted from the one being read, whose row is prefetched
-#endif
+// Keys, counted from the one being read, whose row is prefetched: 8 KiB ahead in rows of 128 elements.
+#define TW_AHEAD(element) (64 / (int)sizeof(element))
 
 // `rows`, a constant to what is called, is 1, 2 or 4. `last` is the number of the last row: three rows are four of
 // which two are the same one, which costs nothing beside reading the other matrix, and a quarter less code to compile.
@@ -46,7 +45,7 @@
       TW_UNROLL                                                                                                        \
       for (int i = 0; i < keys; i++) {                                                                                 \
         b[i] = b_rows[j + i < n ? j + i : n - 1];                                                                      \
-        ahead[i] = b_rows[j + i + TW_AHEAD < n ? j + i + TW_AHEAD : n - 1];                                            \
+        ahead[i] = b_rows[j + i + TW_AHEAD(b_element) < n ? j + i + TW_AHEAD(b_element) : n - 1];                      \
       }                                                                                                                \
       TW_UNROLL                                                                                                        \
       for (int i = 0; i < TW_FEW * TW_FEW; i++) sum[i] = (tw_f32){0};                                                  \
@@ -108,9 +107,18 @@ TW_DOTS(tw_dot_rows_bfloat16, uint32_t, uint16_t, tw_i32, 2 * TW_LANES, 2, tw_wo
         tw_pairs_part, tw_dot_pairs)
 #endif
 
+// Where key j will be read at column d; past the last one, where the first ones will be in the next columns.
+#define TW_NEXT(name, element)                                                                               \
+  TW_INLINE const element *name(const element *const *b_rows, int j, int n_lo, int n_hi, int d, int width) { \
+    if (j < n_hi) return b_rows[j] + d;                                                                      \
+    j -= n_hi - n_lo;                                                                                        \
+    return b_rows[j < n_hi ? j : n_hi - 1] + d + width;                                                      \
+  }
+
 // c[r][d] (+)= sum over j in n_lo..n_hi of a[r][j] * b_rows[j][d], ascending. A block is `vectors` vectors wide, or
 // with `some` not 0 the first `some` elements of one.
 #define TW_COMBINE(name, b_element, load, part)                                                                       \
+  TW_NEXT(tw_ahead_##name, b_element)                                                                                 \
   TW_INLINE void name##_block(const int rows, int last, const int vectors, const float *a, int64_t lda,               \
                               const b_element *const *b_rows, int n_lo, int n_hi, int d, int some, float *c,          \
                               int64_t ldc, bool accumulate) {                                                         \
@@ -125,7 +133,7 @@ TW_DOTS(tw_dot_rows_bfloat16, uint32_t, uint16_t, tw_i32, 2 * TW_LANES, 2, tw_wo
     }                                                                                                                 \
     for (int j = n_lo; j < n_hi; j++) {                                                                               \
       tw_f32 y[8];                                                                                                    \
-      const b_element *ahead = b_rows[j + TW_AHEAD < n_hi ? j + TW_AHEAD : n_hi - 1] + d;                             \
+      const b_element *ahead = tw_ahead_##name(b_rows, j + TW_AHEAD(b_element), n_lo, n_hi, d, vectors * TW_LANES);   \
       TW_UNROLL                                                                                                       \
       for (int v = 0; v < vectors; v++) {                                                                             \
         const b_element *at = b_rows[j] + d + v * TW_LANES;                                                           \
@@ -198,6 +206,8 @@ TW_INLINE void tw_combine_pair(const int rows, int last, const int panels, const
   }
 }
 
+TW_NEXT(tw_ahead_pairs, uint16_t)
+
 TW_INLINE void tw_combine_pairs(const int rows, int last, const int panels, const uint16_t *a, int64_t lda,
                                 const uint16_t *const *b_rows, int n_lo, int n_hi, int d, int left, float *c,
                                 int64_t ldc, bool accumulate) {
@@ -218,11 +228,13 @@ TW_INLINE void tw_combine_pairs(const int rows, int last, const int panels, cons
   if (j < n_lo && j + 1 < n_hi) tw_combine_pair(rows, last, panels, a, lda, 0, b_rows[j + 1], j, d, left, sum);
   if (j < n_lo) j += 2;
   for (; j + 2 <= n_hi; j += 2) {
-    const int later = j + TW_AHEAD + 1 < n_hi ? j + TW_AHEAD : j;
+    const int later = j + TW_AHEAD(uint16_t);
+    const uint16_t *ahead[2] = {tw_ahead_pairs(b_rows, later, n_lo, n_hi, d, panels * TW_PANEL),
+                                tw_ahead_pairs(b_rows, later + 1, n_lo, n_hi, d, panels * TW_PANEL)};
     TW_UNROLL
     for (int v = 0; v < panels; v++) {
-      __builtin_prefetch(b_rows[later] + d + v * TW_PANEL, 0, 3);
-      __builtin_prefetch(b_rows[later + 1] + d + v * TW_PANEL, 0, 3);
+      __builtin_prefetch(ahead[0] + v * TW_PANEL, 0, 3);
+      __builtin_prefetch(ahead[1] + v * TW_PANEL, 0, 3);
     }
     tw_combine_pair(rows, last, panels, a, lda, b_rows[j], b_rows[j + 1], j, d, left, sum);
   }
