@@ -178,6 +178,15 @@ def test_combine_rows(runtime: Runtime, rng: np.random.Generator) -> None:
                     assert np.array_equal(c, first[:rows])
 
 
+def misleading(rng: np.random.Generator, n: int) -> Array:
+    """Large exactly where the selection samples, so that its first guess of a bound leaves too few."""
+    keys, stretch, state = rng.integers(0, 1000, n), n // 1024, 1
+    for i in range(1024 if stretch else 0):
+        state = (state * 1664525 + 1013904223) % (1 << 32)
+        keys[i * stretch + (state * stretch >> 32)] += 1 << 20
+    return keys
+
+
 KEYS: dict[str, Callable[[np.random.Generator, int], Array]] = {
     "any": lambda rng, n: rng.integers(-(1 << 31), 1 << 31, n),
     "few": lambda rng, n: rng.integers(0, 3, n),
@@ -186,6 +195,7 @@ KEYS: dict[str, Callable[[np.random.Generator, int], Array]] = {
     "equal": lambda rng, n: np.full(n, (1 << 31) - 1),
     "relu": lambda rng, n: np.maximum(rng.normal(size=n) - 2, 0).astype(np.float32).view(np.int32),
     "rising": lambda rng, n: np.arange(n),
+    "misleading": misleading,
     "periodic": lambda rng, n: np.where(np.arange(n) % 16 == 0, 1 << 30, rng.integers(0, 1000, n)),
 }
 
