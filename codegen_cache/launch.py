@@ -14,11 +14,11 @@ from torch import Tensor
 from tilewright.dsl import knobs
 from tilewright.dsl.dtypes import DTYPES, DType, Kind
 from tilewright.dsl.errors import ArgumentDeviceError, ArgumentDTypeError, ArgumentError
-from tilewright.dsl.interp import DEFAULT_BUDGET
 from tilewright.dsl.lang import Operator
 from tilewright.dsl.schedule import Schedule
 from tilewright.dsl.spec import Spec
 from tilewright.dsl.targets import TARGETS, Target, default_schedule, target_named
+from tilewright.dsl.windows import DEFAULT_BUDGET
 
 from .bind import Bound, bind, dtype_of
 from .checks import (
@@ -134,7 +134,7 @@ def _execute(
     may_fail = checked is not None or ready.program.checks_reads
     made = {n: t.clone() if may_fail and n in given else t for n, t in results.items()}  # rows of nobody stay
     tensors = {**bound.tensors, "offsets": offsets, **made}
-    ready.interpreter.run(tensors, bound.scalars, threads=knobs.THREADS.get(), budget_bytes=budget_bytes)
+    ready.runner.run(tensors, bound.scalars, threads=knobs.THREADS.get(), budget_bytes=budget_bytes)
     for n, t in results.items():
         if made[n] is not t:
             with torch.inference_mode():

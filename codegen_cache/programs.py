@@ -10,17 +10,26 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
 
 from tilewright.dsl import knobs
 from tilewright.dsl.interp import Interpreter
 from tilewright.dsl.loops import Program
 from tilewright.dsl.lower import lower
 from tilewright.dsl.printer import show_program
+from tilewright.dsl.scalars import Number
 from tilewright.dsl.schedule import Binding, Schedule
 from tilewright.dsl.source import Loc
 from tilewright.dsl.spec import Spec
 from tilewright.dsl.targets import Target
+from tilewright.dsl.windows import DEFAULT_BUDGET
+
+from .compilers import find_compiler
+from .native_program import NativeProgram
 
 
 @dataclass(frozen=True)
@@ -35,12 +44,25 @@ class ProgramKey:
     check_finite: bool
 
 
+class Runner(Protocol):
+    """Runs a program on tensors. Outputs are written in place."""
+
+    def run(
+        self,
+        tensors: Mapping[str, Tensor],
+        scalars: Mapping[str, Number],
+        *,
+        threads: int | None = None,
+        budget_bytes: int = DEFAULT_BUDGET,
+    ) -> None: ...
+
+
 @dataclass(frozen=True)
 class Ready:
     """A program and what runs it."""
 
     program: Program
-    interpreter: Interpreter
+    runner: Runner
 
 
 _PROGRAMS: dict[ProgramKey, Ready] = {}
@@ -74,6 +96,14 @@ def programs() -> tuple[tuple[ProgramKey, Ready], ...]:
     return tuple(_PROGRAMS.items())
 
 
+def _runner(program: Program, key: ProgramKey) -> Runner:
+    if key.target.isa is None:
+        return Interpreter(program, check_finite=key.check_finite)
+    compiler = find_compiler()
+    assert compiler is not None, "choose_target looks for one"
+    return NativeProgram(program, key.target.isa, compiler)
+
+
 def _make(spec: Spec, key: ProgramKey) -> Ready:
     debug = knobs.DEBUG.get()
     start = time.perf_counter()
@@ -86,7 +116,7 @@ def _make(spec: Spec, key: ProgramKey) -> Ready:
         previous = text
 
     program = lower(spec, key.binding, key.schedule, watch=watch if debug >= 5 else None)
-    ready = Ready(program, Interpreter(program, check_finite=key.check_finite))
+    ready = Ready(program, _runner(program, key))
     if debug >= 1:
         print(f"-- {spec.name} for {key.target.name}: {key.schedule}", file=sys.stderr)
     if debug >= 2:

@@ -17,20 +17,17 @@ from functools import partial
 import numpy as np
 import torch
 
-from .closed_form import evaluate
 from .dtypes import Kind
-from .expr import Expr, Var, walk
+from .expr import Expr
 from .interp_kernel import CompiledKernel, compile_kernel
 from .interp_outputs import Hooks, OnStatement
 from .interp_show import show_values
-from .interp_values import Bools, Frame, Ints, Scalar, compile_value, torch_dtype
+from .interp_values import Bools, Frame, Ints, Scalar, compile_value
 from .loops import Arg, Program
 from .scalars import Number
+from .windows import DEFAULT_BUDGET, row_windows, sizes_named, workspace
 
 _SMALL = 1 << 16  # integer tensors up to this many elements are also kept as lists
-
-
-DEFAULT_BUDGET = 512 << 20
 
 
 class Interpreter:
@@ -59,57 +56,30 @@ class Interpreter:
         threads: workers over grid points; None: as many as torch uses.
         budget_bytes: what score windows may take; rows are run a window at a time to stay under it, one row at least.
         """
-        sizes: dict[str, Scalar] = dict(scalars)
+        sizes: dict[str, Number] = dict(scalars)
         for a in self.program.args:
-            sizes.update(_sizes(a, tensors))
+            sizes.update(sizes_named(a, tensors))
         bound = {a.name: tensors[a.name] for a in self.program.args if a.shape or a.name in tensors}
         indices, lists = _indices(bound, {a.name: a for a in self.program.args})
         count = 1 if self._serial else threads or torch.get_num_threads()
-        for window in self._windows(sizes, indices, budget_bytes):
+        counted = {n: x for n, x in indices.items() if x.dtype != np.bool_}
+        for window in row_windows(self.program, sizes, counted, budget_bytes):
             self._run_window(window, bound, indices, lists, count)
 
     def _run_window(
         self,
-        window: Mapping[str, Scalar],
+        window: Mapping[str, Number],
         bound: Mapping[str, torch.Tensor],
         indices: Mapping[str, Ints | Bools],
         lists: Mapping[str, list[int]],
         threads: int,
     ) -> None:
         """Every kernel for a window of rows, whose workspaces are gone before those of the next are made."""
-        work = {w.name: _workspace(w, window) for w in self.program.workspaces}
+        work = {w.name: workspace(w, window) for w in self.program.workspaces}
         whole = {**indices, **{n: t.numpy() for n, t in work.items() if not t.is_floating_point()}}
         frame = partial(_frame, {**bound, **work}, whole, lists, window)
         for k in self._kernels:
             self._run_kernel(k, frame, threads)
-
-    def _windows(
-        self, sizes: dict[str, Scalar], indices: Mapping[str, Ints | Bools], budget_bytes: int
-    ) -> Iterator[dict[str, Scalar]]:
-        """Scalars for each window of rows; one window of all rows where workspaces do not grow with rows and keys."""
-        row_bytes, total = self.program.row_bytes, int(sizes.get("total_rows", 0))
-        if row_bytes is None:
-            yield sizes
-            return
-        known = self._lengths(sizes, indices)
-        sizes = {**sizes, **{n: int(np.max(evaluate(e, known), initial=0)) for n, e in self.program.columns}}
-        cost = int(evaluate(row_bytes, {n: np.asarray(sizes[n], np.int64) for n, _ in self.program.columns}))
-        rows = max(1, min(total, budget_bytes // max(1, cost)))
-        for lo in range(0, total, rows):
-            hi = min(total, lo + rows)
-            yield {**sizes, "row_lo": lo, "row_hi": hi, "window_rows": hi - lo}
-
-    def _lengths(self, sizes: Mapping[str, Scalar], indices: Mapping[str, Ints | Bools]) -> dict[str, Ints]:
-        """What closed forms of columns are written in: scalars, and num_keys and entry counts of every sequence."""
-        offsets = np.asarray(indices["offsets"], np.int64)
-        rows = offsets[1:] - offsets[:-1]
-        past = np.asarray(indices[self.program.lengths], np.int64) if self.program.lengths else np.zeros_like(rows)
-        known = {n: np.asarray(v, np.int64) for n, v in sizes.items() if isinstance(v, int)}
-        known["num_keys"] = (past + rows)[rows > 0]
-        read = {x.name for _, e in self.program.columns for x in walk(e) if isinstance(x, Var)}
-        for n in read - known.keys():
-            known[n] = np.asarray(indices[n.removesuffix("_count") + "_lengths"], np.int64)[rows > 0]
-        return known
 
     def _run_kernel(self, k: CompiledKernel, frame: Callable[[], Frame], threads: int) -> None:
         outside = frame()
@@ -135,11 +105,6 @@ def _frame(
     return Frame(tensors, indices, lists, dict(scalars))
 
 
-def _workspace(w: Arg, sizes: Mapping[str, Scalar]) -> torch.Tensor:
-    shape = [int(sizes[n]) if isinstance(n, str) else n for n in w.shape]
-    return torch.full(shape, torch.nan if w.fill is None else w.fill, dtype=torch_dtype(w.dtype))
-
-
 def _shows(k: CompiledKernel) -> bool:
     from .rewrite import statements
     from .tile import Show
@@ -159,16 +124,6 @@ def _count(e: Expr, k: CompiledKernel, f: Frame) -> int:
     n = compile_value(e, (), k.scope).run(f)
     assert isinstance(n, int)
     return n
-
-
-def _sizes(a: Arg, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Run-time sizes that an argument's shape names: "n", or "n + 1" for a tensor with one entry more."""
-    out: dict[str, int] = {}
-    for n, extent in zip(tensors[a.name].shape, a.shape, strict=True) if a.shape else ():
-        if isinstance(extent, str):
-            name, _, more = extent.partition(" + ")
-            out[name] = n - int(more or 0)
-    return out
 
 
 def _indices(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .expr import Elem, Tile, walk
-from .loops import For, If
+from .loops import For, If, Strip
 from .rewrite import Body, names_read, statements, written
 from .tile import Map
 
@@ -22,7 +22,7 @@ def last_reads(body: Body) -> dict[int, frozenset[str]]:
     out: dict[int, set[str]] = {}
     for name, uses in touch.items():
         first, last = uses[0], uses[-1]
-        starts_written = first[2] and not first[1] and not isinstance(body[first[0]], If | For)
+        starts_written = first[2] and not first[1] and not isinstance(body[first[0]], If | For | Strip)
         s = body[last[0]]
         if not (starts_written and name not in views and isinstance(s, Map) and last[1] and not last[2]):
             continue

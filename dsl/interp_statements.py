@@ -10,7 +10,7 @@ from typing import assert_never
 import numpy as np
 import torch
 
-from .dtypes import Kind
+from .dtypes import Kind, bf16
 from .expr import Axes, Elem, Tile, walk
 from .interp_liveness import last_reads, shared_names
 from .interp_outputs import Do, Hooks, OnStatement, best, show, store
@@ -23,7 +23,7 @@ from .interp_values import (
     blank,
     compile_value,
 )
-from .loops import Alloc, Best, Fetch, For, If, KeyLoop, Let, Search, Stmt, Store
+from .loops import Alloc, Best, Fetch, For, If, KeyLoop, Let, Search, Stmt, Store, Strip
 from .rewrite import Body, statements, written
 from .tile import Gemm, Map, Mask, Reduce, Show
 
@@ -71,8 +71,11 @@ def _compile(s: Stmt, scope: Scope, hooks: Hooks, consumed: frozenset[str]) -> D
                         do(f)
 
             return branch
+        case Strip():
+            return _strip(s, scope, hooks)
         case Map():
-            return _map(s, scope, consumed)
+            do = _map(s, scope, consumed)
+            return _rounded(s.dst.name, do) if s.dst.dtype is bf16 else do
         case Gemm():
             return _gemm(s, scope)
         case Reduce():
@@ -125,6 +128,20 @@ def _for(s: For, scope: Scope, hooks: Hooks) -> Do:
     return run
 
 
+def _strip(s: Strip, scope: Scope, hooks: Hooks) -> Do:
+    """All rows of the tile at once, and all keys: the largest strip there is."""
+    body, full = compile_body(s.body, scope, hooks), scope.sizes.get("row", 1)
+
+    def run(f: Frame) -> None:
+        first, end = f.scalars.get("r0"), f.scalars.get("r1")
+        rows = end - first if isinstance(first, int) and isinstance(end, int) else full
+        f.scalars[s.first], f.scalars[s.last] = 0, rows - 1
+        for do in body:
+            do(f)
+
+    return run
+
+
 class _Bodies:
     """A loop's body for key tiles of several sizes.
 
@@ -161,6 +178,14 @@ class _Bodies:
             blank = {t.name: blank_tile(t, scope.sizes) for t in scope.kernel.tiles if t.name in local}
             self._compiled[keys] = compile_body(self._rest, scope, self._hooks), blank
         return self._compiled[keys]
+
+
+def _rounded(name: str, do: Do) -> Do:
+    def run(f: Frame) -> None:
+        do(f)
+        f.tiles[name] = as_torch(f.tiles[name]).to(torch.bfloat16).to(torch.float32)
+
+    return run
 
 
 def _shape(dst: Tile, scope: Scope) -> tuple[int, ...]:

@@ -51,6 +51,22 @@ class If:
 
 
 @dataclass(frozen=True)
+class Strip:
+    """`body` for every (row, head) point of the tile, `points` of them at a time; where the cuts fall changes nothing.
+
+    `first` and `last` name a strip's first and last row, counted in the tile. `columns` names two scalars that the body
+    sets: no row of the strip sees a key of the key tile before the one or from the other on, so what statements over
+    keys do there reaches nothing, and need not be done.
+    """
+
+    first: str
+    last: str
+    points: int
+    columns: tuple[str, str] | None
+    body: tuple[Stmt, ...]
+
+
+@dataclass(frozen=True)
 class Store:
     """tensor[index] = expr at every point of `axes` where `ok`, rounded once to the tensor's dtype."""
 
@@ -96,7 +112,7 @@ class Best:
     loc: Loc | None = field(default=None, compare=False)
 
 
-Stmt = TileStmt | Let | Search | For | If | Store | KeyLoop | Fetch | Best
+Stmt = TileStmt | Let | Search | For | If | Strip | Store | KeyLoop | Fetch | Best
 
 
 @dataclass(frozen=True)

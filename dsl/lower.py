@@ -12,6 +12,7 @@ from .passes_address import bind_coordinates
 from .passes_clean import allocate_tiles, hoist_invariants, remove_unused
 from .passes_kernel import form_kernel, partition_keys
 from .passes_keys import apply_masks, bound_key_loops, fetch_keys
+from .passes_strip import cut_strips, round_operands
 from .schedule import Binding, Schedule, check_schedule
 from .spec import Spec
 from .verify import verify, verify_tile_program
@@ -27,6 +28,8 @@ PASSES: tuple[Pass, ...] = (
     bind_coordinates,  #  positions, heads and captured tensors become addresses; rows past the end are guarded
     hoist_invariants,  #  what does not change from key tile to key tile moves out of the loop
     remove_unused,  #     scalars and tiles that nothing reads
+    round_operands,  #    what matrix products multiply, in the type they multiply in
+    cut_strips,  #        a key tile some points at a time, over the keys that those see
     allocate_tiles,  #    storage for tiles, arguments of kernels
 )
 

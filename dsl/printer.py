@@ -24,7 +24,7 @@ from .expr import (
     Var,
     children,
 )
-from .loops import Best, Fetch, For, If, Kernel, KeyLoop, Let, Program, Search, Stmt, Store
+from .loops import Best, Fetch, For, If, Kernel, KeyLoop, Let, Program, Search, Stmt, Store, Strip
 from .scalars import OPS
 from .spec import Fold, Listed, Part, Range, Spec
 from .tile import Gemm, KeyPass, Map, Mask, Reduce, Show, TileProgram
@@ -103,12 +103,12 @@ def _with_shared(exprs: tuple[tuple[str, Expr], ...], pad: str, known: dict[Expr
 
     def name_shared(e: Expr) -> Expr:
         if e in names:
-            return Var(names[e])
+            return Var(names[e], e.dtype)
         e_short = rebuild(e, name_shared)
         if users[e] > 1 and isinstance(e, Op | Dot | Reduction):
             names[e] = f"s{len(names) - len(known)}"
             lines.append(f"{pad}{names[e]} = {show(e_short)}")
-            return Var(names[e])
+            return Var(names[e], e.dtype)
         return e_short
 
     for name, e in exprs:
@@ -204,6 +204,9 @@ def show_stmt(s: Stmt, pad: str = "") -> list[str]:
             return block(f"for {var} in {show(lo)} .. {show(hi)}:", body)
         case If(cond, body):
             return block(f"if {show(cond)}:", body)
+        case Strip(first, last, points, columns, body):
+            seen = "" if columns is None else f", keys {columns[0]} .. {columns[1]}"
+            return block(f"for each {points} points, rows {first} .. {last}{seen}:", body)
         case KeyLoop(number, part, body):
             return block(f"for keys of part {number}, {show_part(part)}:", body)
         case Fetch(leaf, fields):

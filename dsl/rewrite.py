@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeAlias, assert_never
 
 from .expr import Expr, Tile, Var, walk
-from .loops import Best, Fetch, For, If, KeyLoop, Let, Search, Stmt, Store
+from .loops import Best, Fetch, For, If, KeyLoop, Let, Search, Stmt, Store, Strip
 from .tile import Gemm, Map, Mask, Reduce, Show
 
 Body: TypeAlias = tuple[Stmt, ...]
@@ -18,7 +18,7 @@ def rewrite_body(body: Body, f: Callable[[Stmt], Body]) -> Body:
     out: list[Stmt] = []
     for s in body:
         match s:
-            case For() | If() | KeyLoop():
+            case For() | If() | Strip() | KeyLoop():
                 out += f(replace(s, body=rewrite_body(s.body, f)))
             case _:
                 out += f(s)
@@ -48,7 +48,7 @@ def expressions(s: Stmt) -> tuple[Expr, ...]:
             return (s.cond,)
         case KeyLoop():
             return (s.part.where,)
-        case Fetch():
+        case Fetch() | Strip():
             return ()
         case Store():
             return (*s.index, s.expr, s.ok)
@@ -77,7 +77,7 @@ def map_expressions(s: Stmt, f: Callable[[Expr], Expr]) -> Stmt:
             return replace(s, index=tuple(map(f, s.index)), expr=f(s.expr), ok=f(s.ok))
         case Best():
             return replace(s, index=tuple(map(f, s.index)), count=f(s.count))
-        case Gemm() | Reduce() | Mask() | KeyLoop() | Fetch():
+        case Gemm() | Reduce() | Mask() | KeyLoop() | Fetch() | Strip():
             return s
         case _:
             assert_never(s)
@@ -94,6 +94,8 @@ def written(s: Stmt) -> tuple[str, ...]:
             return (s.name,)
         case For():
             return (s.var,)
+        case Strip():
+            return (s.first, s.last)
         case Show() | If() | KeyLoop() | Store():
             return ()
         case _:
@@ -104,7 +106,7 @@ def statements(body: Body) -> Iterator[Stmt]:
     """Every statement, outer before inner."""
     for s in body:
         yield s
-        if isinstance(s, For | If | KeyLoop):
+        if isinstance(s, For | If | Strip | KeyLoop):
             yield from statements(s.body)
 
 

@@ -62,6 +62,8 @@ class Schedule:
     keys: int = 128  # keys in a tile
     partitions: int = 1  # parts the keys of a row tile are cut into, merged by a second kernel
     start: str = "aligned"  # aligned: key tiles start at multiples of their size | first: at the first key in sight
+    strip: int = 0  # (row, head) points that a key tile is worked through at a time; 0: all of them
+    products: str = "float32"  # what operands of matrix products are rounded to; sums are float32
     masks: str = "branch"  # branch: one loop, masked where not wholly seen | split: edge and middle loops | always
 
     def heads_per_tile(self, binding: Binding) -> int:
@@ -70,6 +72,7 @@ class Schedule:
 
 STARTS = ("aligned", "first")
 MASKS = ("branch", "split", "always")
+PRODUCTS = ("float32", "bfloat16")
 
 
 def check_schedule(tp: TileProgram, binding: Binding, schedule: Schedule) -> None:
@@ -90,6 +93,12 @@ def check_schedule(tp: TileProgram, binding: Binding, schedule: Schedule) -> Non
         refuse("start", f"must be one of {', '.join(STARTS)}")
     if schedule.masks not in MASKS:
         refuse("masks", f"must be one of {', '.join(MASKS)}")
+    if schedule.products not in PRODUCTS:
+        refuse("products", f"must be one of {', '.join(PRODUCTS)}")
+    if schedule.products != "float32" and schedule.keys % 2:
+        refuse("keys", f"must be even, as products in {schedule.products} take keys in pairs")
+    if type(schedule.strip) is not int or schedule.strip < 0:
+        refuse("strip", "must be an integer, 0 or more")
     heads = schedule.heads_per_tile(binding)
     if binding.group % heads:
         refuse("heads", f"does not divide the group of {binding.group} query heads that share a key-value head")

@@ -14,7 +14,8 @@ from .source import Loc
 # Names that loop nests use for their own scalars and tensors; neither a parameter nor a tile may take one.
 _NEST_NAMES = re.compile(
     r"tile|head_block|part|seq|batch|total_rows|row0|n_rows|r0|r1|past|num_keys|q0|q1|head0|kv_head|k0|p|offsets"
-    r"|row_lo|row_hi|first|share|share_lo|share_hi|(lo|hi|kt|u|start|size|page|entry|sees|seen|whole_lo|whole_hi|input|keys|order|column|window)\d\w*|part_\w+"
+    r"|row_lo|row_hi|first|share|share_lo|share_hi|(lo|hi|kt|u|start|size|page|entry|sees|seen|whole_lo|whole_hi|input|keys|order|column|window"
+    r"|ra|rb|c_lo|c_hi|w_lo|w_hi)\d\w*|part_\w+|\w+_bfloat16"
 )
 
 

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .errors import UnknownTarget
+from .isa import Isa, best_isa
 from .schedule import Binding, Schedule
 from .spec import Listed, Spec
+from .targets_cpu import native_schedule, score_width
 
 
 @dataclass(frozen=True)
 class Target:
     name: str
     device: str  # device type of the tensors it takes
+    isa: Isa | None = None  # what native code may use of this processor
 
 
-TARGETS: dict[str, Target] = {t.name: t for t in (Target("interpret", "cpu"),)}
+TARGETS: dict[str, Target] = {t.name: t for t in (Target("interpret", "cpu"), Target("cpu", "cpu"))}
 
 
 def target_named(name: str) -> Target:
+    """The target, for this machine. Raises UnknownTarget, and BadEnvironment for a TILEWRIGHT_CPU_ISA it has not."""
     if name not in TARGETS:
         raise UnknownTarget(target=name, known=", ".join(TARGETS))
-    return TARGETS[name]
+    found = TARGETS[name]
+    return replace(found, isa=best_isa()) if name == "cpu" else found
 
 
 def default_schedule(target: Target, spec: Spec, binding: Binding, rows: int, batch: int) -> Schedule:
     """The schedule used where none was tuned, by the mean number of query rows of a sequence."""
+    if target.isa is not None:
+        return native_schedule(target.isa, spec, binding, rows, batch)
     mean = 1 << (-(-rows // max(1, batch)) - 1).bit_length() if rows else 1  # rounded up: few schedules, compiled once
     lists = [part for source in spec.sources for part in source.parts if isinstance(part, Listed)]
     if lists:
@@ -36,16 +42,9 @@ def default_schedule(target: Target, spec: Spec, binding: Binding, rows: int, ba
         few = min(32, mean)
         most = max(512, min(4096, (1 << 21) // (few * binding.heads)))
         return Schedule(rows=few, keys=1 << (most.bit_length() - 1))  # a power of two, as page sizes are
-    if (width := _score_width(spec, binding)) > 16:  # a score for each feature: far fewer points make a tile
+    if (width := score_width(spec, binding)) > 16:  # a score for each feature: far fewer points make a tile
         few = min(4, mean)
         return Schedule(rows=few, keys=max(8, min(128, (1 << 18) // (few * width))))
     if mean <= 4:
         return Schedule(rows=mean, keys=512)
     return Schedule(rows=min(128, mean))
-
-
-def _score_width(spec: Spec, binding: Binding) -> int:
-    """Features that something has for every row and key."""
-    per_key = [e for e in spec.nodes if "key" in e.axes and ("row" in e.axes or "head" in e.axes)]
-    features = [[a for a in e.axes if a not in ("row", "head", "key")] for e in per_key]
-    return max((math.prod(binding.size(a) for a in axes) for axes in features), default=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .errors import VerifyError
 from .expr import Coord, Dot, Elem, Expr, FoldResult, Iota, KeyField, Param, Reduction, Selected, Tile, Var, walk
-from .loops import Best, Fetch, For, If, Kernel, KeyLoop, Let, Program, Search, Stmt, Store
+from .loops import Best, Fetch, For, If, Kernel, KeyLoop, Let, Program, Search, Stmt, Store, Strip
 from .printer import show_stmt
 from .rewrite import Body, expressions, statements, written
 from .tile import Gemm, KeyPass, Map, Mask, Reduce, TileProgram, field_tile
@@ -18,7 +18,7 @@ _LOWERED: dict[str, tuple[type, ...]] = {
 }
 _ORDER = (
     "form_kernel", "partition_keys", "bound_key_loops", "fetch_keys", "apply_masks", "bind_coordinates",
-    "hoist_invariants", "remove_unused", "allocate_tiles",
+    "hoist_invariants", "remove_unused", "round_operands", "cut_strips", "allocate_tiles",
 )  # fmt: skip
 _NEVER = (Dot, Reduction, KeyField, FoldResult, Selected)  # the tile program has replaced these
 
@@ -126,6 +126,9 @@ def _check_definitions(k: Kernel, program: Program, after: str) -> None:
                     visit(inner, known | {var})
                 case If(_, inner):
                     visit(inner, set(known))
+                case Strip(first, last, _, _, inner):  # there is one strip at least
+                    known |= {first, last}
+                    visit(inner, known)
                 case Store(tensor) if final and tensor not in tensors:
                     raise VerifyError(after=after, problem=f"{tensor} is not an argument: {_text(s)}")
                 case Let() | Search() | Map() | Reduce() | Gemm() | Mask() | Fetch() | Best():

@@ -10,10 +10,10 @@ from tilewright.codegen_cache.launch import run
 from tilewright.dsl.annotations import Const, Paged, Rows
 from tilewright.dsl.dtypes import f8e4m3, f32, i32
 from tilewright.dsl.errors import ArgumentError, ArgumentTypeError
-from tilewright.dsl.interp import DEFAULT_BUDGET
 from tilewright.dsl.lang import op
 from tilewright.dsl.reducers import sum, topk
 from tilewright.dsl.value import dot, relu
+from tilewright.dsl.windows import DEFAULT_BUDGET
 
 from .cache import PagedKVCache, PagedLeaf
 from .masks import mask_named

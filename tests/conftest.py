@@ -23,6 +23,7 @@ settings.load_profile("ci")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--target", metavar="NAME", help="where calls that name no target run")
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden with what the tests produce")
 
 
@@ -73,6 +74,12 @@ def rng(seed: int) -> np.random.Generator:
 
 
 @pytest.fixture(autouse=True)
-def _no_tilewright_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_tilewright_variables(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """What is compiled is kept between runs, in a folder of the tests' own."""
     for name in [name for name in os.environ if name.startswith("TILEWRIGHT_")]:
         monkeypatch.delenv(name)
+    folder = Path(request.config.cache.mkdir("tilewright"))
+    folder.chmod(0o700)
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(folder))
+    if target := request.config.getoption("--target"):
+        monkeypatch.setenv("TILEWRIGHT_TARGET", target)

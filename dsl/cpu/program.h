@@ -2,7 +2,7 @@
 #ifndef TW_PROGRAM_H
 #define TW_PROGRAM_H
 
-#include <stdint.h>
+#include "vector.h"
 
 /* Tensors by address, element strides of all of them in a row, run-time sizes, and scalar arguments. */
 typedef struct tw_args {
@@ -35,5 +35,8 @@ static inline int tw_inside(int64_t *fault, int64_t tensor, int64_t axis, int64_
     tw_report(fault, tensor, axis, index, extent);
     return 0;
 }
+
+/* The elements of whole vectors that hold n. */
+static inline int64_t tw_whole(int64_t n) { return (n + TW_LANES - 1) / TW_LANES * TW_LANES; }
 
 #endif

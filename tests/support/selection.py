@@ -18,8 +18,8 @@ from torch import Tensor
 
 import tilewright
 from tilewright.dsl.dtypes import DTYPES
-from tilewright.dsl.interp import DEFAULT_BUDGET
 from tilewright.dsl.schedule import Schedule
+from tilewright.dsl.windows import DEFAULT_BUDGET
 from tilewright.ops.cache import PagedKVCache, PagedLeaf
 from tilewright.ops.indexer import mla_indexer, mla_indexer_ragged_float8_paged
 from tilewright.ops.latent_attention import latent_sparse_attention, latent_sparse_attention_ragged_paged
