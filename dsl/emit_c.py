@@ -305,7 +305,7 @@ class _KernelPrinter:
     def _row_pointers(self, t: Storage) -> str:
         """The rows of a key-side tile."""
         if t.pointers is not None:
-            return f"(const {'uint16_t' if t.dtype is bf16 else 'float'} *const *)t_{t.name}"
+            return f"(const {ELEMENTS[t.element.name]} *const *)t_{t.name}"
         return f"r_{t.name}"
 
     def _pack(self, tiles: set[str]) -> None:
@@ -322,12 +322,11 @@ class _KernelPrinter:
                 self._line(f"for (int64_t j = 0; j < {count}; j++) r_{name}[j] = t_{name} + j * {t.strides[0]};")
             few = self._few()
             for p in wanted:
-                kind = "bfloat16" if t.dtype is bf16 else "float32"
                 how = "columns" if p.turned else "rows"
                 stride = self._panel_stride(p, t)
                 args = f"{self._row_pointers(t)}, (int)({count}), {t.sizes[1]}, {panels_name(p)}, {stride}"
                 condition = "" if few == "0" else f"if (!({few})) "
-                self._line(f"{condition}tw_pack_{how}_{kind}({args});")
+                self._line(f"{condition}tw_pack_{how}_{t.primitives}({args});")
 
     def _rows_of(self, t: Storage) -> str:
         return self.key_range()[1] if t.axes[0] == "key" else str(t.sizes[0])
@@ -384,7 +383,6 @@ class _KernelPrinter:
         return ("0", f"tw_whole({b.sizes[1]})"), rows
 
     def _few_rows(self, g: Gemm, a: Storage, b: Storage, c: Storage, left: str, out: str, count: str, acc: str) -> None:
-        kind = "bfloat16" if b.dtype is bf16 else "float32"
         rows, lda, ldc = self._row_pointers(b), a.strides[-2], c.strides[-2]
         if g.over == b.axes[-1]:
             if b.dtype is bf16:
@@ -394,13 +392,13 @@ class _KernelPrinter:
             start = f"{out} + {lo}" if lo != "0" else out
             n = f"{hi} - {lo}" if lo != "0" else hi
             self._line(
-                f"    tw_dot_rows_{kind}((int)({count}), {left}, {lda}, {part}, (int)({n}),"
+                f"    tw_dot_rows_{b.primitives}((int)({count}), {left}, {lda}, {part}, (int)({n}),"
                 f" {b.sizes[1]}, {start}, {ldc});"
             )
             return
         lo, hi = self.key_range() if b.axes[0] == "key" else ("0", str(b.sizes[0]))
         self._line(
-            f"    tw_combine_rows_{kind}((int)({count}), {left}, {lda}, {rows}, (int)({lo}), (int)({hi}),"
+            f"    tw_combine_rows_{b.primitives}((int)({count}), {left}, {lda}, {rows}, (int)({lo}), (int)({hi}),"
             f" {b.sizes[1]}, {out}, {ldc}, {acc});"
         )
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from .dtypes import DType, bf16, f32
+from .dtypes import DType, Kind, bf16, f32
 from .expr import Axes, Elem, Expr, Iota, Op, Tile, ordered, walk
 from .loops import Alloc, Arg, Best, For, If, Kernel, Let, Search, Store, Strip
 from .passes_strip import is_product
@@ -152,6 +152,7 @@ class Storage:
     local: bool  # holds one strip's points
     offset: int = 0
     pointers: Elem | None = None  # its rows are rows of this tensor, where they are
+    stored: DType | None = None  # in this type
 
     @property
     def ctype(self) -> str:
@@ -162,6 +163,16 @@ class Storage:
     @property
     def bytes(self) -> int:
         return self.elements * (8 if self.pointers is not None else self.dtype.bits // 8)
+
+    @property
+    def element(self) -> DType:
+        """What its rows hold in memory."""
+        return self.stored or self.dtype
+
+    @property
+    def primitives(self) -> str:
+        """Which of the primitives take its rows: by the type they multiply in, and the type that is stored."""
+        return self.dtype.name if self.element is self.dtype else f"{self.dtype}_{self.element}"
 
     def stride(self, axis: str) -> int:
         return self.strides[self.axes.index(axis)]
@@ -197,7 +208,7 @@ def plan_kernel(k: Kernel, args: dict[str, Arg], lanes: int, panel: int) -> Plan
             continue
         strip = strips.get(t.name)
         points = strip.points if strip is not None else None
-        made = _storage(t, points, sizes, lanes, _pointers(t.name, nodes, args))
+        made = _storage(t, points, sizes, lanes, _pointers(t.name, nodes, args), args)
         storage[t.name] = _placed(made, offset)
         offset += _aligned(made.bytes)
     panels: dict[tuple[str, bool], Panels] = {}
@@ -302,10 +313,22 @@ def _needing_memory(nodes: list[Node]) -> set[str]:
     return needed | {t for t, ns in users.items() if len({id(n) for n in ns}) > 1}
 
 
-def _storage(t: Alloc, points: int | None, sizes: dict[str, int], lanes: int, pointers: Elem | None) -> Storage:
+def _storage(
+    t: Alloc, points: int | None, sizes: dict[str, int], lanes: int, pointers: Elem | None, args: dict[str, Arg]
+) -> Storage:
     axes, extents = tuple(a for a, _ in t.axes), [n for _, n in t.axes]
     if pointers is not None:
-        return Storage(t.name, axes, tuple(extents), (1, 0), t.dtype, extents[0] + lanes, False, pointers=pointers)
+        return Storage(
+            t.name,
+            axes,
+            tuple(extents),
+            (1, 0),
+            t.dtype,
+            extents[0] + lanes,
+            False,
+            pointers=pointers,
+            stored=args[pointers.tensor].dtype,
+        )
     wide = 2 * lanes if t.dtype is bf16 else lanes
     padded = list(extents)
     if axes and axes[-1] not in POINTS:
@@ -335,7 +358,9 @@ def _pointers(name: str, nodes: list[Node], args: dict[str, Arg]) -> Elem | None
     held = bf16 if s.dst.dtype is bf16 else f32
     feature = s.dst.axes[1]
     *outer, last = s.expr.index
-    plain = args[s.expr.tensor].dtype is held and not any(feature in e.axes for e in (*outer, s.expr.ok))
+    stored = args[s.expr.tensor].dtype
+    taken = stored is held or (held is f32 and stored.kind is Kind.FLOAT)
+    plain = taken and not any(feature in e.axes for e in (*outer, s.expr.ok))
     return s.expr if plain and linear(last, feature) is not None else None
 
 
