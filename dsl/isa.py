@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import platform
 from dataclasses import dataclass
@@ -14,21 +15,26 @@ from .errors import BadEnvironment
 class Isa:
     name: str
     lanes: int  # float32 elements of a vector
-    micro_rows: int  # rows of a register block, as dsl/cpu/gemm.h has it
+    micro_rows: int  # rows of a register block, as dsl/cpu/gemm.h and amx.h have it
     bf16_dot: bool  # products of bfloat16 pairs added to float32
     machine: str  # as platform.machine() says, or "any"
     features: tuple[str, ...]  # as /proc/cpuinfo lists them
     flags: tuple[str, ...]  # for the compiler
 
     def missing(self) -> tuple[str, ...]:
-        """What this processor lacks of it."""
+        """What this processor lacks of it, or does not let this process use."""
         if self.machine not in ("any", platform.machine()):
             return (self.machine,)
-        return tuple(f for f in self.features if f not in processor_features())
+        lacks = tuple(f for f in self.features if f not in processor_features())
+        if not lacks and "amx_tile" in self.features and not tiles_permitted():
+            return ("permission for amx_tile",)
+        return lacks
 
 
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", *_AVX2)
+_BF16 = (*_AVX512, "avx512_bf16")
+_BF16_FLAGS = (*(f"-m{f}" for f in _AVX512), "-mavx512bf16")
 
 
 def _x86(
@@ -43,8 +49,9 @@ ISAS: dict[str, Isa] = {
         Isa("portable", 4, 4, False, "any", (), ()),
         _x86("avx2", 8, 6, _AVX2, tuple(f"-m{f}" for f in _AVX2)),
         _x86("avx512", 16, 12, _AVX512, tuple(f"-m{f}" for f in _AVX512)),
+        _x86("avx512bf16", 16, 12, _BF16, _BF16_FLAGS, bf16=True),
         _x86(
-            "avx512bf16", 16, 12, (*_AVX512, "avx512_bf16"), (*(f"-m{f}" for f in _AVX512), "-mavx512bf16"), bf16=True
+            "amxbf16", 16, 32, (*_BF16, "amx_tile", "amx_bf16"), (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16"), bf16=True
         ),
     )
 }
@@ -61,6 +68,19 @@ def processor_features() -> frozenset[str]:
     except OSError:
         pass
     return frozenset()
+
+
+SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # of Linux on x86_64
+
+
+@functools.cache
+def tiles_permitted() -> bool:
+    """Ask Linux for AMX, which it gives a process, with all its threads and forks, on request only.
+
+    It refuses where it is old or told to, and where a thread's signal stack has no room for tiles.
+    """
+    request = [ctypes.c_long(x) for x in (SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)]
+    return int(ctypes.CDLL(None).syscall(*request)) == 0
 
 
 @functools.cache

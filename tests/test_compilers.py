@@ -180,7 +180,7 @@ def swept(isa: Isa, compiler: Compiler) -> list[float]:
     import numpy as np
 
     library = ctypes.CDLL(str(build(VECTORS % isa.lanes, "vectors", isa, compiler)))
-    widths = {"portable": 0, "avx2": 256, "avx512": 512, "avx512bf16": 516}
+    widths = {"portable": 0, "avx2": 256, "avx512": 512, "avx512bf16": 516, "amxbf16": 516}
     assert library.width() == widths[isa.name]
     rng = np.random.default_rng(0)
     x, a = rng.standard_normal((2, 256)).astype(np.float32)
@@ -210,7 +210,8 @@ def test_headers_know_the_instruction_set(name: str) -> None:
     options = [*system.flags, *isa.flags, "-I", str(HEADERS), "-include", "tilewright.h", "-xc", os.devnull]
     done = subprocess.run([*system.command, *options, "-E", "-dM"], capture_output=True, text=True, check=True)
     macros = dict(line.split(maxsplit=2)[1:] for line in done.stdout.splitlines() if len(line.split()) == 3)
-    assert (macros["TW_LANES"], macros["TW_MICRO_ROWS"]) == (str(isa.lanes), str(isa.micro_rows))
+    rows = macros.get("TW_TILE_ROWS", macros["TW_MICRO_ROWS"])
+    assert (macros["TW_LANES"], rows) == (str(isa.lanes), str(isa.micro_rows))
 
 
 @pytest.mark.slow

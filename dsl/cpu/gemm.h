@@ -89,8 +89,17 @@ TW_GEMM(tw_gemm_float32, tw_micro_float32, float)
 // Words are pairs along the depth: two products a step.
 TW_INLINE tw_f32 tw_dot_pairs(tw_i32 a, tw_i32 b, tw_f32 c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
 TW_INLINE tw_i32 tw_word_all(uint32_t x) { return tw_i32_all((int32_t)x); }
+#if defined(__AMX_BF16__)
+#include "amx.h"
+#else
 TW_MICRO(tw_micro_bfloat16, uint32_t, tw_i32, tw_words, tw_word_all, tw_dot_pairs)
 TW_GEMM(tw_gemm_bfloat16, tw_micro_bfloat16, uint32_t)
+#endif
+#endif
+
+#if !defined(TW_AMX_H)  // where products have nothing to set up
+TW_FUNCTION void tw_begin_products(void) {}
+TW_FUNCTION void tw_end_products(void) {}
 #endif
 
 #endif

@@ -156,6 +156,15 @@ void t_gemm_bfloat16(int rows, int lo, int hi, int k0, int k1, const uint32_t *a
                      long stride, float *c, long ldc, int accumulate) {
   tw_gemm_bfloat16(rows, lo, hi, k0, k1, a, lda, b, stride, c, ldc, accumulate);
 }
+void t_begin_products(void) { tw_begin_products(); }
+void t_end_products(void) { tw_end_products(); }
+#if defined(__AMX_TILE__)
+int t_tiles_in_use(void) {
+  unsigned char config[64];
+  __asm__ volatile("sttilecfg %0" : "=m"(config));
+  return config[0] != 0;
+}
+#endif
 void t_dot_rows_bfloat16(int rows, const uint32_t *a, long lda, const uint16_t *const *b, int n, int depth, float *c,
                          long ldc) {
   tw_dot_rows_bfloat16(rows, a, lda, b, n, depth, c, ldc);

@@ -18,6 +18,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from tilewright.dsl.isa import tiles_permitted
+
 ROOT = Path(__file__).parents[2]
 HEADERS = ROOT / "dsl" / "cpu"
 DRIVER = ROOT / "tests" / "support" / "cpu_runtime.c"
@@ -47,6 +49,11 @@ LEVELS = (
     Level("avx2", _AVX2, ("avx2", "fma", "f16c")),
     Level("avx512", _AVX512, _NEEDS_AVX512),
     Level("avx512_bf16", (*_AVX512, "-mavx512bf16"), (*_NEEDS_AVX512, "avx512_bf16")),
+    AMX := Level(
+        "amx_bf16",
+        (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        (*_NEEDS_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"),
+    ),
 )
 
 
@@ -54,8 +61,9 @@ def why_not(level: Level) -> str | None:
     """Why the level cannot run here, if so."""
     if compiler() is None:
         return "no C compiler"
-    missing = set(level.needs) - _processor()
-    return f"this processor has no {', '.join(sorted(missing))}" if missing else None
+    if missing := set(level.needs) - _processor():
+        return f"this processor has no {', '.join(sorted(missing))}"
+    return None if "amx_tile" not in level.needs or tiles_permitted() else "Linux permits no tiles"
 
 
 @functools.cache
