@@ -86,7 +86,7 @@ class _KernelPrinter:
         self._keys_end: list[str] = []  # of the key loops around, innermost last
         self._columns: list[tuple[str, str]] = []
         self._points = ("0", "points")  # of the strip around, else of the tile
-        self._scalars: set[str] = set()
+        self._after_rows = ""  # what comes once it is known that there are rows
 
     def fresh(self) -> int:
         return next(self._count)
@@ -109,7 +109,13 @@ class _KernelPrinter:
         if not self._says_rows():
             self._line(f"const int64_t rows = {self.plan.sizes.get('row', 1)}; (void)rows;")
             self._line(f"const int64_t points = rows * {self._heads}; (void)points;")
+        tiles = any(self._is_bf16(p.tile) for p in self.plan.panels.values())
+        self._after_rows = "tw_begin_products();" if tiles else ""
+        if tiles and not self._says_rows():
+            self._line(self._after_rows)
         self._nodes(self.plan.nodes)
+        if tiles:
+            self._line("tw_end_products();")
         return [*self._out, "}"]
 
     def grid_points(self) -> list[str]:
@@ -208,6 +214,8 @@ class _KernelPrinter:
             self._line("const int64_t rows = s_r1 - s_r0;")
             self._line("if (rows <= 0) return;")
             self._line(f"const int64_t points = rows * {self._heads}; (void)points;")
+            if self._after_rows:
+                self._line(self._after_rows)
 
     def _search(self, s: Search) -> None:
         lo, hi = self.number(s.lo), self.number(s.hi)

@@ -10,6 +10,7 @@ from .schedule import Binding, Schedule
 from .spec import Listed, ParamKind, Spec
 
 POINTS = 384  # (row, head) points that share a packed key tile: enough to make packing 2-4 % of the work
+FLOAT_ROWS = 12  # of the widest micro-kernel of float32 products
 PACKED_BYTES = (
     256 << 10
 )  # of a key tile, keys and values: with a tile's queries and sums it stays in a second-level cache
@@ -20,7 +21,7 @@ def native_schedule(isa: Isa, spec: Spec, binding: Binding, rows: int, batch: in
     mean = 1 << (-(-rows // max(1, batch)) - 1).bit_length() if rows else 1
     lists = [part for source in spec.sources for part in source.parts if isinstance(part, Listed)]
     products = "bfloat16" if isa.bf16_dot and _narrow(spec, binding) else "float32"
-    strip = isa.micro_rows
+    strip = isa.micro_rows if products == "bfloat16" else min(isa.micro_rows, FLOAT_ROWS)
     if (width := score_width(spec, binding)) > 16:  # a score for each feature: far fewer points make a tile
         few = 1 if lists else min(4, mean)
         keys = max(8, min(128, (1 << 18) // (few * width) // 8 * 8))
@@ -69,12 +70,18 @@ def _partitions(spec: Spec, binding: Binding, mean: int, batch: int) -> int:
 
 
 def _narrow(spec: Spec, binding: Binding) -> bool:
-    """Whether everything that products multiply is stored in bfloat16 or less, so that rounding to it loses little."""
-    leaves = all(leaf.dtype is bf16 or leaf.dtype.bits == 8 for _, leaf in binding.leaves)
-    tensors = [
-        binding.dtype(p.name) for p in spec.params if p.kind is ParamKind.TENSOR and set(p.axes) - {"row", "head"}
-    ]
-    return leaves and all(d is bf16 or d.bits == 8 or d.kind is not Kind.FLOAT for d in tensors)
+    """Whether all that products multiply, and what is made of them, is stored in bfloat16 or less.
+
+    Rounding to it loses little then. A result without features, such as lse, is of scores alone, which are not rounded.
+    """
+    stored = [leaf.dtype for _, leaf in binding.leaves]
+    stored += [binding.dtype(p.name) for p in spec.params if p.kind is ParamKind.TENSOR and _has_features(p.axes)]
+    stored += [binding.dtype(n) for n, e in spec.outputs if _has_features(e.axes)]
+    return all(d is bf16 or d.bits == 8 for d in stored if d.kind is Kind.FLOAT)
+
+
+def _has_features(axes: tuple[str, ...]) -> bool:
+    return bool(set(axes) - {"row", "head"})
 
 
 def score_width(spec: Spec, binding: Binding) -> int:
