@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 from .algebra import (
@@ -32,6 +31,7 @@ def round_operands(program: Program, cx: Context) -> Program:
     before: g = gemm(a, b)                     and the schedule's products are bfloat16
     after:  a_bfloat16 = a; b_bfloat16 = b; g = gemm(a_bfloat16, b_bfloat16)
             where tiles named so hold bfloat16; a tile loaded from such a type, for products alone, holds it itself
+    Scores stay as exact as they were: rounded are only weights of sums over keys, and tiles that hold no more precision.
     Products of two tiles that both differ from row to row stay in float32: no matrix unit takes them.
     """
     to = DTYPES[cx.schedule.products]
@@ -48,16 +48,19 @@ def is_product(g: Gemm) -> bool:
 
 def _rounded(body: Body, to: DType, cx: Context) -> Body:
     everything = list(statements(body))
-    products = [s for s in everything if isinstance(s, Gemm) and is_product(s)]
-    operands = {t.name for g in products for t in (g.a, g.b)}
-    elsewhere = Counter(
-        x.name for s in everything if s not in products for e in _reads(s) for x in walk(e) if isinstance(x, Tile)
-    )
-    exact = {
-        s.dst.name
-        for s in everything
-        if isinstance(s, Map) and s.dst.name in operands and elsewhere[s.dst.name] == 0 and _fits(s.expr, to, cx)
+    fits = {s.dst.name for s in everything if isinstance(s, Map) and _fits(s.expr, to, cx)}
+
+    def in_narrow(s: Stmt) -> bool:
+        if not isinstance(s, Gemm) or not is_product(s) or s.b.name not in fits:
+            return False
+        return s.over == "key" or s.a.name in fits
+
+    products = [s for s in everything if in_narrow(s)]
+    operands = {t.name for g in products if isinstance(g, Gemm) for t in (g.a, g.b)}
+    elsewhere = {
+        x.name for s in everything if s not in products for e in expressions(s) for x in walk(e) if isinstance(x, Tile)
     }
+    exact = (fits & operands) - elsewhere
 
     def held(t: Tile) -> Tile:
         return replace(t, dtype=to) if t.name in exact else replace(t, name=f"{t.name}_{to.name}", dtype=to)
@@ -74,12 +77,6 @@ def _rounded(body: Body, to: DType, cx: Context) -> Body:
                 return (s,)
 
     return rewrite_body(body, lower)
-
-
-def _reads(s: Stmt) -> tuple[Expr, ...]:
-    from .rewrite import expressions
-
-    return expressions(s)
 
 
 def _fits(e: Expr, to: DType, cx: Context) -> bool:

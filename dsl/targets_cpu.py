@@ -70,14 +70,12 @@ def _partitions(spec: Spec, binding: Binding, mean: int, batch: int) -> int:
 
 
 def _narrow(spec: Spec, binding: Binding) -> bool:
-    """Whether all that products multiply, and what is made of them, is stored in bfloat16 or less.
+    """Whether results are stored in bfloat16, so that rounding weights to it loses little; or are positions.
 
-    Rounding to it loses little then. A result without features, such as lse, is of scores alone, which are not rounded.
+    A result without features, such as lse, is of scores alone, which are not rounded.
     """
-    stored = [leaf.dtype for _, leaf in binding.leaves]
-    stored += [binding.dtype(p.name) for p in spec.params if p.kind is ParamKind.TENSOR and _has_features(p.axes)]
-    stored += [binding.dtype(n) for n, e in spec.outputs if _has_features(e.axes)]
-    return all(d is bf16 or d.bits == 8 for d in stored if d.kind is Kind.FLOAT)
+    made = [binding.dtype(n) for n, e in spec.outputs if _has_features(e.axes)]
+    return all(d is bf16 for d in made if d.kind is Kind.FLOAT)
 
 
 def _has_features(axes: tuple[str, ...]) -> bool:
