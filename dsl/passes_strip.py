@@ -18,7 +18,7 @@ from .context import Context
 from .dtypes import DTYPES, DType, bf16
 from .expr import Const, Elem, Expr, Param, Tile, Var, walk
 from .loops import For, If, Kernel, Let, Program, Stmt, Store, Strip
-from .rewrite import Body, rewrite_body, statements
+from .rewrite import Body, expressions, rewrite_body, statements
 from .spec import ParamKind, Range
 from .tile import Gemm, Map, Reduce
 
@@ -31,7 +31,7 @@ def round_operands(program: Program, cx: Context) -> Program:
     before: g = gemm(a, b)                     and the schedule's products are bfloat16
     after:  a_bfloat16 = a; b_bfloat16 = b; g = gemm(a_bfloat16, b_bfloat16)
             where tiles named so hold bfloat16; a tile loaded from such a type, for products alone, holds it itself
-    Scores stay as exact as they were: rounded are only weights of sums over keys, and tiles that hold no more precision.
+    Scores stay as exact as they were: rounded are only weights of sums over keys, and what holds no more precision.
     Products of two tiles that both differ from row to row stay in float32: no matrix unit takes them.
     """
     to = DTYPES[cx.schedule.products]
