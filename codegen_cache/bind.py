@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -42,6 +42,13 @@ class Leaf(Protocol):
     def value_scales(self) -> Tensor | None: ...
     @property
     def quantization_granularity(self) -> int | None: ...
+
+
+# What kernels call the tensors of a leaf, after its name.
+LEAF_TENSORS: Final = {
+    "table": "lookup_table", "lengths": "cache_lengths", "k": "keys", "v": "values",
+    "k_scale": "key_scales", "v_scale": "value_scales",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -185,10 +192,7 @@ def _leaf(op: str, shown: str, p: Declared, value: object, bound: Bound, sizes: 
         raise ArgumentTypeError(op=op, argument=shown, got=type(value).__name__, expected="one layer of a paged cache")
     leaf: Leaf = value  # type: ignore[assignment]  # structurally, as just seen
     bound.leaves[p.name] = leaf
-    fields: dict[str, Tensor | None] = {
-        "table": leaf.lookup_table, "lengths": leaf.cache_lengths, "k": leaf.keys, "v": leaf.values,
-        "k_scale": leaf.key_scales, "v_scale": leaf.value_scales,
-    }  # fmt: skip
+    fields: dict[str, Tensor | None] = {n: getattr(leaf, a) for n, a in LEAF_TENSORS.items()}
     bound.tensors.update({f"{p.name}_{n}": t for n, t in fields.items() if t is not None})
     if leaf.keys.device != bound.device:
         expect_same_device(op, shown, leaf.keys, "input_row_offsets", torch.empty(0, device=bound.device))

@@ -140,8 +140,13 @@ def expect_apart(op: str, argument: str, tensor: Tensor, others: Mapping[str, Te
 
 def _bytes_of(tensor: Tensor) -> tuple[int, int]:
     """First address, and the one past the last, that a tensor's elements lie between."""
+    return tensor.data_ptr(), tensor.data_ptr() + extent_bytes(tensor)
+
+
+def extent_bytes(tensor: Tensor) -> int:
+    """From the first byte of a tensor to the one past its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+    return (last + 1) * tensor.element_size()
 
 
 def expect_int(op: str, argument: str, value: object, allowed: range) -> int:

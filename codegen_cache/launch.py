@@ -21,6 +21,7 @@ from tilewright.dsl.targets import TARGETS, Target, default_schedule, target_nam
 from tilewright.dsl.windows import DEFAULT_BUDGET
 
 from .bind import Bound, bind, dtype_of
+from .calls import Facts, facts_of_run
 from .checks import (
     INDEX_DTYPES,
     as_tensor,
@@ -35,6 +36,7 @@ from .checks import (
     is_writable,
     one_of,
 )
+from .prepared import again, prepare
 from .programs import Ready, program_for
 from .validate import validate
 
@@ -71,6 +73,7 @@ def run(
     target: str | None = None,
     op: str | None = None,
     names: Mapping[str, str] | None = None,
+    facts: Facts | None = None,
 ) -> dict[str, Tensor]:
     """Run an operator; its named outputs.
 
@@ -83,9 +86,16 @@ def run(
     schedule: tile sizes; default by the batch. partitions: parts the keys are cut into, without a schedule.
     budget_bytes: what scores kept for a selection may take at once; rows are run a window at a time.
     names, op: what error messages call parameters and the call.
+    facts: what the caller knows such calls by, who has found that this one cannot be made `again`.
 
     Raises the `Argument*` errors, IllegalSchedule, UnknownTarget; outputs are untouched by then.
     """
+    if facts is None:
+        facts = facts_of_run(
+            operator, arguments, input_row_offsets, constants, outputs, output_dtypes, schedule, partitions, target
+        )
+        if (found := again(facts, budget_bytes)) is not None:
+            return found
     op, names = op or operator.name, {"offsets": "input_row_offsets", **(names or {})}
     offsets = as_tensor(op, names["offsets"], input_row_offsets)
     expect_rank(op, names["offsets"], offsets, "batch + 1")
@@ -113,6 +123,8 @@ def run(
         validate(op, spec, ready.program, bound, offsets.to(torch.int64).numpy(), names)
     if bound.rows:
         _execute(op, ready, bound, offsets, results, set(given), checked, budget_bytes)
+    if facts is not None:
+        prepare(facts, spec, ready.runner, bound, results)
     return results
 
 

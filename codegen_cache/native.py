@@ -58,7 +58,7 @@ os.register_at_fork(after_in_child=_new_lock)
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
-class _Arguments(ctypes.Structure):
+class Arguments(ctypes.Structure):
     """struct tw_args { void **data; const int64_t *strides; const int64_t *sizes; const double *numbers; }"""
 
     _fields_ = [(n, ctypes.c_void_p) for n in ("data", "strides", "sizes", "numbers")]
@@ -71,7 +71,7 @@ class _Frame:
         ends = [0, pointers, pointers + strides, pointers + strides + sizes]
         self.words = (ctypes.c_int64 * max(1, ends[3] + numbers))()
         first = ctypes.addressof(self.words)
-        self.arguments = _Arguments(*(first + 8 * end for end in ends))
+        self.arguments = Arguments(*(first + 8 * end for end in ends))
         self.address = ctypes.addressof(self.arguments)
 
 
@@ -115,8 +115,14 @@ class Program:
         except IndexError:
             frame = _Frame(*self._counts)
         self._pack(frame.words, 0, *pointers, *strides, *sizes, *numbers)
-        status: int = self._call(frame.address, self._parallel, threads)
-        self._frames.append(frame)
+        try:
+            self.call(frame.address, threads)
+        finally:
+            self._frames.append(frame)
+
+    def call(self, arguments: int, threads: int) -> None:
+        """The same with the address of an `Arguments`."""
+        status: int = self._call(arguments, self._parallel, threads)
         if status:
             text = f"no memory for the scratch of native code on {threads} threads ({os.strerror(status)})"
             raise MemoryError(text)

@@ -25,7 +25,7 @@ from .threads import parallel_address, thread_count
 FAULT_WORDS = 5  # as enumerated in dsl/cpu/program.h
 
 
-def _as_listed(t: Tensor, arg: Arg) -> Tensor:
+def as_listed(t: Tensor, arg: Arg) -> Tensor:
     """The tensor in the integer type that the program was compiled for; what that cannot hold stays out of range."""
     if arg.dtype.kind is not Kind.INT or str(t.dtype) == f"torch.{arg.dtype}":
         return t
@@ -39,8 +39,9 @@ class NativeProgram:
     def __init__(self, program: Program, isa: Isa, compiler: Compiler) -> None:
         self.program = program
         self.source: CSource = emit_c(program, isa)
+        self.compiler = compiler
         library = load(build(self.source.text, program.name, isa, compiler))
-        self._call = NativeCall(
+        self.native = NativeCall(
             library,
             parallel_address(compiler),
             pointers=len(self.source.tensors) + 1,
@@ -76,8 +77,8 @@ class NativeProgram:
 
     def _run_window(self, tensors: Mapping[str, Tensor], sizes: Mapping[str, Number], threads: int) -> None:
         fault = np.zeros(FAULT_WORDS, np.int64)
-        given = [_as_listed(tensors[a.name], a) for a in self.source.tensors]
-        self._call.run(
+        given = [as_listed(tensors[a.name], a) for a in self.source.tensors]
+        self.native.run(
             [*(t.data_ptr() for t in given), fault.ctypes.data],
             [s for t in given for s in t.stride()],
             [int(sizes[n]) for n in self.source.sizes],
@@ -85,11 +86,12 @@ class NativeProgram:
             threads,
         )
         if fault[0]:
-            self._raise(fault)
+            raise self.out_of_bounds(fault.tolist())
 
-    def _raise(self, fault: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
-        _, tensor, axis, index, extent = (int(x) for x in fault)
-        raise OutOfBounds(
+    def out_of_bounds(self, fault: list[int]) -> OutOfBounds:
+        """The error that a program's fault words describe."""
+        _, tensor, axis, index, extent = fault
+        return OutOfBounds(
             loc=None,
             kernel=self.program.kernels[0].name,
             access="read of",

@@ -8,12 +8,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from types import FunctionType
+from functools import cached_property
 from typing import NoReturn, TypeAlias, overload
 
 from . import errors
 from .annotations import Annotation
-from .dtypes import DType, Kind, f32
+from .constants import identity
+from .dtypes import Kind, f32
 from .expr import Axes, Expr, FoldResult, KeyField, Param, loc_of, ordered, walk, walk_open
 from .printer import show
 from .probes import traced_builtins
@@ -192,6 +193,11 @@ class Operator:
     def __repr__(self) -> str:
         return f"<operator {self.name}>"
 
+    @cached_property
+    def kinds(self) -> Mapping[str, ParamKind]:
+        """What each run-time parameter is."""
+        return {n: a.kind for n, (a, _) in self.parameters.items() if a.kind is not None}
+
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
         raise TypeError(f"operator {self.name!r} is a declaration; run it with tilewright.run({self.name}, ...)")
 
@@ -201,7 +207,7 @@ class Operator:
         Raises an `AuthorError` at the author's file, line and column where the declaration makes no sense.
         """
         try:
-            memo = frozenset((name, _identity(value)) for name, value in constants.items())
+            memo = frozenset((name, identity(value)) for name, value in constants.items())
         except TypeError:  # traced again each time; the program is found by what the operator means
             return self._trace(constants)
         if memo not in self._specs:
@@ -359,19 +365,6 @@ def _expect_own_slots(spec: Spec) -> None:
 
 
 _LEAF_NAMES = ("table", "lengths", "k", "v", "k_scale", "v_scale", "pages", "max_pages")
-
-
-def _identity(value: object) -> object:
-    """What tells constants apart: 1 is not 1.0 nor True, inside tuples either. Raises TypeError for any other kind."""
-    match value:
-        case tuple():
-            return (type(value), *map(_identity, value))
-        case bool() | int() | float() | str() | None:
-            return (type(value), repr(value))
-        case FunctionType() | DType():
-            return value
-        case _:
-            raise TypeError(f"{type(value).__name__} constants are read anew at each trace")
 
 
 def _expect_one_size(spec: Spec) -> None:

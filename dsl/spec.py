@@ -146,7 +146,7 @@ class Spec:
     positions: str | None  # the paged leaf whose lengths define `pos` and `num_keys`
     probes: tuple[Probe, ...] = ()
 
-    @property
+    @cached_property
     def folds(self) -> tuple[Fold, ...]:
         """Every fold the outputs and probes use, innermost first, each once."""
         found: dict[Fold, None] = {}
@@ -166,7 +166,7 @@ class Spec:
     def param(self, name: str) -> Declared:
         return next(p for p in self.params if p.name == name)
 
-    @property
+    @cached_property
     def selects(self) -> tuple[Select, ...]:
         """Every selection the outputs use, each once."""
         found = (x.select for _, e in self.outputs for x in walk(e) if isinstance(x, Selected))

@@ -327,6 +327,7 @@ class PagedKVCache:
         expect_same_device(op, "cache_lengths", lengths, "the cache", pool.keys[0])
         expect_non_negative(op, "cache_lengths", lengths)
         self._pool, self._lookup_table, self._cache_lengths = pool, lookup_table, lengths
+        self._leaves: dict[int, PagedLeaf] = {}  # of `leaf_of`: views of tensors that stay the same
 
     def _leaf(self, op: str, layer: int) -> PagedLeaf:
         at = expect_int(op, "layer", layer, range(self.num_layers))
@@ -340,3 +341,13 @@ class PagedKVCache:
             value_scales=pool.value_scales[at] if pool.value_scales is not None else None,
             quantization_granularity=pool.granularity,
         )
+
+
+def leaf_of(collection: object, layer: object) -> PagedLeaf | None:
+    """The layer of a cache, made once; None for whatever is none, which is for checks to refuse."""
+    if not isinstance(collection, PagedKVCache) or type(layer) is not int:
+        return None
+    known = collection._leaves.get(layer)
+    if known is None and layer in range(collection.num_layers):
+        known = collection._leaves[layer] = collection.layer(layer)
+    return known

@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tilewright.codegen_cache.bind import dtype_of
+from tilewright.codegen_cache.calls import facts_of
 from tilewright.codegen_cache.checks import ROW_DTYPES, Array, as_tensor, expect_dtype, expect_int, expect_shape
 from tilewright.codegen_cache.launch import run
+from tilewright.codegen_cache.prepared import again
 from tilewright.dsl.annotations import Const, Paged, PerHead, Rows, Scalar
 from tilewright.dsl.dtypes import f32
 from tilewright.dsl.errors import ArgumentError, ArgumentTypeError
 from tilewright.dsl.lang import op
 from tilewright.dsl.reducers import lse, softmax
 from tilewright.dsl.value import dot
+from tilewright.dsl.windows import DEFAULT_BUDGET
 
-from .cache import PagedKVCache
+from .cache import PagedKVCache, leaf_of
 from .masks import mask_named
 from .options import output_dtype_of
 
@@ -85,6 +88,13 @@ def generic_flash_attention_kv_cache_ragged_sink(
     Raises the `Argument*` errors, which name the argument, what it was and what was expected; output is untouched then.
     """
     name = "generic_flash_attention_kv_cache_ragged_sink"
+    partitions = _partitions_of(decode_dispatch_metadata)
+    settings = (name, mask_str, local_window_size, output_dtype, return_lse, partitions, target)
+    tensors = {"offsets": input_row_offsets, "q": q, "sink": sink_weights}
+    leaves = {"kv": leaf_of(kv_collection, layer_idx)}
+    facts = facts_of(settings, (tensors, leaves, {"scale": scale}, {"out": output}))
+    if (found := again(facts, DEFAULT_BUDGET)) is not None:
+        return (found["out"], found["lse"]) if return_lse else found["out"]
     q = as_tensor(name, "q", q)
     expect_dtype(name, "q", q, ROW_DTYPES)
     expect_shape(name, "q", q, rows=None, num_heads=range(1, 1 << 31), head_dim=range(1, 1 << 31))
@@ -111,14 +121,16 @@ def generic_flash_attention_kv_cache_ragged_sink(
         constants={"mask": mask, "with_lse": bool(return_lse)},
         outputs={"out": output},
         output_dtypes={"out": output_dtype_of(name, dtype_of(q), output_dtype)},
-        partitions=_partitions(name, decode_dispatch_metadata),
+        partitions=1
+        if partitions is None
+        else expect_int(name, "decode_dispatch_metadata", partitions, range(1, 1025)),
         target=target,
         op=name,
         names={"kv": "kv_collection", "sink": "sink_weights", "out": "output"},
+        facts=facts,
     )
     return (results["out"], results["lse"]) if return_lse else results["out"]
 
 
-def _partitions(name: str, metadata: DecodeDispatchMetadata | int | None) -> int:
-    count = metadata.num_partitions if isinstance(metadata, DecodeDispatchMetadata) else metadata
-    return 1 if count is None else expect_int(name, "decode_dispatch_metadata", count, range(1, 1025))
+def _partitions_of(metadata: DecodeDispatchMetadata | int | None) -> int | None:
+    return metadata.num_partitions if isinstance(metadata, DecodeDispatchMetadata) else metadata

@@ -5,8 +5,10 @@
 import torch
 from torch import Tensor
 
+from tilewright.codegen_cache.calls import facts_of
 from tilewright.codegen_cache.checks import Array, as_tensor, expect_choice, expect_dtype, expect_int, expect_shape
 from tilewright.codegen_cache.launch import run
+from tilewright.codegen_cache.prepared import again
 from tilewright.dsl.annotations import Const, Paged, Rows
 from tilewright.dsl.dtypes import f8e4m3, f32, i32
 from tilewright.dsl.errors import ArgumentError, ArgumentTypeError
@@ -15,7 +17,7 @@ from tilewright.dsl.reducers import sum, topk
 from tilewright.dsl.value import dot, relu
 from tilewright.dsl.windows import DEFAULT_BUDGET
 
-from .cache import PagedKVCache, PagedLeaf
+from .cache import PagedKVCache, PagedLeaf, leaf_of
 from .masks import mask_named
 
 
@@ -70,6 +72,11 @@ def mla_indexer_ragged_float8_paged(
     Raises the `Argument*` errors.
     """
     name = "mla_indexer_ragged_float8_paged"
+    settings = (name, top_k, mask_str, scores_budget_bytes, kpool, target)
+    tensors = {"offsets": input_row_offsets, "q": q, "q_s": q_s}
+    facts = facts_of(settings, (tensors, {"k": leaf_of(k_collection, layer_idx)}, {}, {"out": output_indices}))
+    if (found := again(facts, scores_budget_bytes)) is not None:
+        return found["out"]
     q, q_s = as_tensor(name, "q", q), as_tensor(name, "q_s", q_s)
     expect_dtype(name, "q", q, (torch.float8_e4m3fn,))
     expect_shape(name, "q", q, rows=None, num_heads=range(1, 129), depth=range(8, 1 << 31, 8))
@@ -91,6 +98,7 @@ def mla_indexer_ragged_float8_paged(
         target=target,
         op=name,
         names={"k": "k_collection", "out": "output_indices"},
+        facts=facts,
     )
     return results["out"]
 

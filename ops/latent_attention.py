@@ -5,6 +5,7 @@
 from torch import Tensor
 
 from tilewright.codegen_cache.bind import dtype_of
+from tilewright.codegen_cache.calls import facts_of
 from tilewright.codegen_cache.checks import (
     INDEX_DTYPES,
     ROW_DTYPES,
@@ -15,12 +16,14 @@ from tilewright.codegen_cache.checks import (
     expect_shape,
 )
 from tilewright.codegen_cache.launch import run
+from tilewright.codegen_cache.prepared import again
 from tilewright.dsl.annotations import Const, Paged, PerHead, Rows, Scalar
 from tilewright.dsl.dtypes import f32, i32
 from tilewright.dsl.errors import ArgumentError, ArgumentTypeError
 from tilewright.dsl.lang import Keys, concat, op
 from tilewright.dsl.reducers import lse, softmax
 from tilewright.dsl.value import dot
+from tilewright.dsl.windows import DEFAULT_BUDGET
 
 from .cache import PagedLeaf
 from .options import output_dtype_of
@@ -83,6 +86,12 @@ def latent_sparse_attention_ragged_paged(
     Raises the `Argument*` errors; on CPU tensors an index past the leaf's entries names row, slot, index and bound.
     """
     name = "latent_sparse_attention_ragged_paged"
+    settings = (name, window, output_dtype, return_lse, target)
+    tensors = {"offsets": input_row_offsets, "q": q, "comp_indices": comp_indices, "attn_sink": attn_sink}
+    caches = {"swa_cache": swa_cache, "comp_cache": comp_cache}
+    facts = facts_of(settings, (tensors, caches, {"scale": scale}, {"out": output}))
+    if (found := again(facts, DEFAULT_BUDGET)) is not None:
+        return (found["out"], found["lse"]) if return_lse else found["out"]
     q = as_tensor(name, "q", q)
     expect_dtype(name, "q", q, ROW_DTYPES)
     expect_shape(name, "q", q, rows=None, num_heads=range(1, 1 << 31), head_dim=range(1, 1 << 31))
@@ -115,6 +124,7 @@ def latent_sparse_attention_ragged_paged(
         target=target,
         op=name,
         names={"out": "output"},
+        facts=facts,
     )
     return (results["out"], results["lse"]) if return_lse else results["out"]
 

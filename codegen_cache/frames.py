@@ -1,0 +1,108 @@
+"""Memory for the arguments of native code, laid out once for all calls of one shape."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from struct import Struct
+
+from torch import Tensor
+
+from tilewright.dsl.scalars import Number
+
+from .native import Arguments
+from .native_checks import Look, Plan, look_function
+from .native_program import FAULT_WORDS, NativeProgram
+
+
+class Layout:
+    """Where the words of a frame are, in this order, and those that stay as they are: strides and sizes."""
+
+    def __init__(
+        self,
+        runner: NativeProgram,
+        plan: Plan,
+        numbers: Sequence[str],
+        sizes: Mapping[str, Number],
+        beside: int,
+        strides: Sequence[Sequence[int]],
+    ) -> None:
+        """numbers: of the call, by name. beside: how many addresses are looked at beside those the program takes."""
+        source = runner.source
+        self.look = look_function(runner.compiler) if plan.needed else None
+        self.plan = plan
+        self.strides = [s for each in strides for s in each]
+        self.sizes = [int(sizes.get(n, 0)) for n in source.sizes]
+
+        self.scalars = len(source.numbers)  # after the program's numbers, the plan's scalars
+        self.looked = self.scalars + len(plan.scalars)  # addresses
+        self.data = self.looked + beside  # of which the program takes those from here on, and one for its fault
+        self.strides_at = self.data + len(source.tensors) + 1
+        self.sizes_at = self.strides_at + len(self.strides)
+        self.columns = self.sizes_at + len(self.sizes)  # what the look finds
+        self.fault = self.columns + len(plan.columns) + 1
+        self.words = self.fault + FAULT_WORDS
+
+        at = {n: i for i, n in enumerate(numbers)}
+        self.order = [at[n] for n in (*source.numbers, *plan.scalars)]
+        form = f"={self.scalars}d{len(plan.scalars)}q{beside + len(source.tensors)}Q"
+        self.pack = Struct(form).pack_into
+        self.scalar_sizes = [(self.sizes_at + i, at[n]) for i, n in enumerate(source.sizes) if n in at]
+        self.window_sizes = [
+            (self.sizes_at + i, n) for i, n in enumerate(source.sizes) if n not in at and n not in sizes
+        ]
+
+
+class Frame:
+    """Memory for one call at a time."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._words = words = (ctypes.c_int64 * layout.words)()
+        words[layout.strides_at : layout.sizes_at] = layout.strides  # type: ignore[assignment]  # integers do
+        words[layout.sizes_at : layout.columns] = layout.sizes  # type: ignore[assignment]
+
+        def address(at: int) -> int:
+            return ctypes.addressof(words) + 8 * at
+
+        words[layout.strides_at - 1] = address(layout.fault)
+        self._look = Look(layout.plan.address, address(layout.looked), address(layout.scalars), address(layout.columns))
+        self._look_address = ctypes.addressof(self._look)
+        starts = (layout.data, layout.strides_at, layout.sizes_at, 0)
+        self._arguments = Arguments(*map(address, starts))
+        self.arguments = ctypes.addressof(self._arguments)
+        self.sizes: dict[str, int] = {}  # those that a window gives
+
+    def fine(self, values: list[object], addresses: Sequence[int]) -> bool:
+        """Take a call's numbers and addresses; whether these, and the values there, are as they must be."""
+        layout = self._layout
+        layout.pack(self._words, 0, *[values[i] for i in layout.order], *addresses)
+        for at, i in layout.scalar_sizes:
+            self._words[at] = values[i]  # type: ignore[call-overload]  # an integer
+        return layout.look is None or not layout.look(self._look_address)
+
+    def columns(self) -> list[int]:
+        """What `fine` has found: the columns, then the bytes of a row."""
+        return self._words[self._layout.columns : self._layout.fault]
+
+    def fill(self, places: list[int], made: list[Tensor]) -> None:
+        """Put in what was made for the call, and the sizes of its window."""
+        words, first = self._words, self._layout.looked
+        for at, t in zip(places, made, strict=True):
+            words[first + at] = t.data_ptr()
+        for at, n in self._layout.window_sizes:
+            words[at] = self.sizes[n]
+
+    def set_strides(self, start: int, strides: Sequence[int]) -> None:
+        """Those of a tensor whose shape depends on the window; `start` counts all strides before."""
+        for at, stride in enumerate(strides, self._layout.strides_at + start):
+            self._words[at] = stride
+
+    def fault(self) -> list[int] | None:
+        """The fault that the program has met, if any; none is left."""
+        words, at = self._words, self._layout.fault
+        if not words[at]:
+            return None
+        found = words[at : at + FAULT_WORDS]
+        words[at] = 0
+        return found
