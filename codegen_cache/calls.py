@@ -1,8 +1,8 @@
 """What a call is known by when it is made again: all that its checks and its code depend on, but for values in tensors.
 
 Two calls of equal keys have equal settings (operator, constants, options, target, schedule) of equal types, the same
-environment, and arguments of the same dtypes, shapes and strides, on the CPU, present or absent. So whatever was
-concluded from these for one holds for the other.
+environment, and arguments of the same dtypes, shapes and strides, on the CPU or not, present or absent. So whatever was
+concluded from these for one holds for the other. (Calls elsewhere than on the CPU are never prepared.)
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ _SETTINGS: Final = frozenset(
     {NoneType, bool, int, str, type, tuple, torch.dtype, FunctionType, DType, Schedule, Operator}
 )
 _CONSTANTS: Final = frozenset({NoneType, bool, int, str, FunctionType})
+_of_tensor = attrgetter("is_cpu", "dtype", "shape")
 _leaf_tensors = attrgetter(*LEAF_TENSORS.values())
 _NOTHING: Final[Named] = {}
 
@@ -47,12 +48,13 @@ def facts_of(settings: Key, given: Given) -> Facts | None:
     settings: what decides, beside the arguments, how they are checked and what is run; and the arguments' names, where
     these are not always the same.
 
-    None for what is not made again fast: what is refused on sight, and tensors elsewhere than on the CPU.
+    None for what is refused on sight, and for settings that might change under the same key.
     """
-    if not _SETTINGS.issuperset(map(type, settings)):
+    types = tuple(map(type, settings))
+    if not _SETTINGS.issuperset(types):
         return None
     tensors, leaves, numbers, buffers = given
-    key: list[object] = [settings, *map(type, settings), *knobs.environment()]
+    key: list[object] = [settings, types, knobs.environment()]
     own: list[Tensor] = []
     values: list[object] = []
     try:
@@ -84,10 +86,8 @@ def facts_of(settings: Key, given: Given) -> Facts | None:
             number = v if type(v) is float else _number(v)
             key.append(type(number))  # decides whether it is a number; which one is a matter of the call
             values.append(number)
-        for t in own:
-            if not t.is_cpu:
-                return None
-            key += (t.dtype, t.shape, t.stride())
+        key += map(_of_tensor, own)
+        key += map(Tensor.stride, own)
     except (ArgumentError, AttributeError, RuntimeError):  # not a tensor, not a leaf, a tensor without strides
         return None
     return tuple(key), own, values, given

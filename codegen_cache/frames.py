@@ -5,14 +5,18 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from struct import Struct
+from typing import Final
 
 from torch import Tensor
 
+from tilewright.dsl.loops import Arg
 from tilewright.dsl.scalars import Number
 
 from .native import Arguments
 from .native_checks import Look, Plan, look_function
 from .native_program import FAULT_WORDS, NativeProgram
+
+KEPT: Final = 64 << 10  # bytes of workspaces that a frame keeps
 
 
 class Layout:
@@ -44,7 +48,8 @@ class Layout:
         self.words = self.fault + FAULT_WORDS
 
         at = {n: i for i, n in enumerate(numbers)}
-        self.order = [at[n] for n in (*source.numbers, *plan.scalars)]
+        order = [at[n] for n in (*source.numbers, *plan.scalars)]
+        self.order = None if order == list(range(len(numbers))) else order  # None: all numbers, as they come
         form = f"={self.scalars}d{len(plan.scalars)}q{beside + len(source.tensors)}Q"
         self.pack = Struct(form).pack_into
         self.scalar_sizes = [(self.sizes_at + i, at[n]) for i, n in enumerate(source.sizes) if n in at]
@@ -72,11 +77,13 @@ class Frame:
         self._arguments = Arguments(*map(address, starts))
         self.arguments = ctypes.addressof(self._arguments)
         self.sizes: dict[str, int] = {}  # those that a window gives
+        self._kept: tuple[dict[str, int], list[Tensor]] | None = None
 
     def fine(self, values: list[object], addresses: Sequence[int]) -> bool:
         """Take a call's numbers and addresses; whether these, and the values there, are as they must be."""
         layout = self._layout
-        layout.pack(self._words, 0, *[values[i] for i in layout.order], *addresses)
+        ordered = values if layout.order is None else [values[i] for i in layout.order]
+        layout.pack(self._words, 0, *ordered, *addresses)
         for at, i in layout.scalar_sizes:
             self._words[at] = values[i]  # type: ignore[call-overload]  # an integer
         return layout.look is None or not layout.look(self._look_address)
@@ -97,6 +104,20 @@ class Frame:
         """Those of a tensor whose shape depends on the window; `start` counts all strides before."""
         for at, stride in enumerate(strides, self._layout.strides_at + start):
             self._words[at] = stride
+
+    def keep(self, workspaces: list[Tensor]) -> None:
+        """Keep small ones for the next call of the same window."""
+        small = sum(t.nbytes for t in workspaces) <= KEPT
+        self._kept = (self.sizes, workspaces) if small else None
+
+    def kept(self, args: Sequence[Arg]) -> list[Tensor] | None:
+        """Workspaces as kernels find them, if some of the right sizes were kept."""
+        if self._kept is None or self._kept[0] != self.sizes:
+            return None
+        for a, t in zip(args, self._kept[1], strict=True):
+            if a.fill is not None:
+                t.fill_(a.fill)
+        return self._kept[1]
 
     def fault(self) -> list[int] | None:
         """The fault that the program has met, if any; none is left."""

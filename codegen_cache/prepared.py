@@ -88,7 +88,8 @@ class PreparedCall:
         self._listed = tuple((own[n], args[n]) for n in listed)
         self._workspaces = program.workspaces
         self._more = bool(copies or listed or program.workspaces)
-        self._results = tuple((n, own[n] if n in own else len(own) + list(fresh).index(n)) for n in results)
+        self._results = tuple(results)
+        self._places = [own[n] if n in own else len(own) + list(fresh).index(n) for n in results]
 
         self._runner, self._rows, self._threads = runner, bound.rows, knobs.THREADS.get()
         self._integers = [isinstance(bound.scalars[n], int) for n in numbers]
@@ -123,7 +124,7 @@ class PreparedCall:
         except IndexError:
             frame = Frame(self._layout)
         try:
-            if not frame.fine(values, self._addresses([t.data_ptr() for t in own])):
+            if not frame.fine(values, self._addresses([*map(Tensor.data_ptr, own)])):
                 return None
             if self._columns and not self._set_window(frame, budget_bytes):
                 return None
@@ -149,7 +150,7 @@ class PreparedCall:
         return max(1, budget_bytes // max(1, cost)) >= self._rows
 
     def _call(self, frame: Frame, own: list[Tensor]) -> dict[str, Tensor]:
-        made = [torch.empty_like(t) for t in self._fresh]
+        made = [*map(torch.empty_like, self._fresh)]
         if self._more:
             self._make_more(frame, own, made)
         frame.fill(self._made, made)
@@ -160,14 +161,21 @@ class PreparedCall:
             with torch.inference_mode():
                 own[at].copy_(made[i])
         tensors = own + made
-        return {n: tensors[at] for n, at in self._results}
+        return dict(zip(self._results, map(tensors.__getitem__, self._places), strict=True))
 
     def _make_more(self, frame: Frame, own: list[Tensor], made: list[Tensor]) -> None:
         made += [own[at].clone() for at in self._copies]
         made += [as_listed(own[at], a) for at, a in self._listed]
-        for w, start in zip(self._workspaces, self._starts, strict=True):
-            made.append(bare_workspace(w, {**self._sizes, **frame.sizes}))
-            frame.set_strides(start, made[-1].stride())
+        if self._workspaces:
+            made += frame.kept(self._workspaces) or self._make_workspaces(frame)
+
+    def _make_workspaces(self, frame: Frame) -> list[Tensor]:
+        with torch.inference_mode(False):  # kept ones may be filled again outside of it
+            made = [bare_workspace(w, {**self._sizes, **frame.sizes}) for w in self._workspaces]
+        for t, start in zip(made, self._starts, strict=True):
+            frame.set_strides(start, t.stride())
+        frame.keep(made)
+        return made
 
 
 def _without_memory(t: Tensor) -> Tensor:

@@ -346,6 +346,17 @@ def test_a_selection_in_one_window_and_in_several(hits: list[bool]) -> None:
     assert hits == [True, True, False, True]
 
 
+def test_inference_mode_in_any_order(hits: list[bool]) -> None:
+    """What is kept between calls may be used inside and outside of it."""
+    for f, c in ((indexer, indexer_call()), (flash, call() | {"decode_dispatch_metadata": 2})):
+        expected = ordinary(c, f)
+        for inside in (True, True, False, True, False):
+            with torch.inference_mode(inside):
+                assert_same(outcome(c, f), expected)
+                assert f(c).is_inference() is inside
+    assert hits == [True] * 18
+
+
 # ---- many calls ------------------------------------------------------------------------------------------------------
 
 
