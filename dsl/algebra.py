@@ -145,4 +145,11 @@ def rebuild(e: Expr, f: Callable[[Expr], Expr]) -> Expr:
 
 def substitute(e: Expr, table: dict[Expr, Expr]) -> Expr:
     """`e` with every occurrence of a key of `table` replaced, outermost first."""
-    return table[e] if e in table else rebuild(e, lambda c: substitute(c, table))
+    done = dict(table)
+
+    def replaced(x: Expr) -> Expr:
+        if x not in done:
+            done[x] = rebuild(x, replaced)
+        return done[x]
+
+    return replaced(e)

@@ -6,8 +6,9 @@ author's operators live in `value.Value`, so `==` here means "the same expressio
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, assert_never
 
@@ -25,6 +26,43 @@ _RANK = {"row": 0, "head": 1, "key": 2}
 def ordered(axes: Iterable[str]) -> Axes:
     """Axes in the one order that tiles use: row, head, key, then feature axes by name."""
     return tuple(sorted(set(axes), key=lambda a: (_RANK.get(a, 3), a)))
+
+
+_COMPARED: dict[type[object], tuple[str, ...]] = {}
+
+
+def _compared(kind: type[object]) -> tuple[str, ...]:
+    """Names of the fields that make two nodes of a kind the same."""
+    if kind not in _COMPARED:
+        _COMPARED[kind] = tuple(f.name for f in fields(kind) if f.compare)  # type: ignore[arg-type]  # nodes are dataclasses
+    return _COMPARED[kind]
+
+
+class Node:
+    """Parts of an expression are shared, so that written out it may be exponentially long. Hashes are kept, and nodes
+    found equal know it from then on: hashing and comparing look at every node once.
+    """
+
+    def __hash__(self) -> int:
+        found: int | None = self.__dict__.get("_hash")
+        if found is None:
+            kind = type(self)
+            found = hash((kind.__name__, *(getattr(self, n) for n in _compared(kind))))
+            self.__dict__["_hash"] = found
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if type(self) is not type(other) or hash(self) != hash(other):
+            return False
+        mine, theirs = self.__dict__.get("_first", self), other.__dict__.get("_first", other)
+        if mine is theirs:
+            return True
+        same = all(getattr(self, n) == getattr(other, n) for n in _compared(type(self)))
+        if same:
+            other.__dict__["_first"] = mine
+        return same
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +138,8 @@ class Iota:
         return i32
 
 
-@dataclass(frozen=True)
-class Param:
+@dataclass(frozen=True, eq=False)
+class Param(Node):
     """A captured tensor read at its own named axes, some replaced by `index` expressions; or a scalar argument.
 
     `index` pairs an axis of the tensor with the expression that addresses it: `bias[pos - key]`.
@@ -144,8 +182,8 @@ class KeyField:
         return f32
 
 
-@dataclass(frozen=True)
-class Op:
+@dataclass(frozen=True, eq=False)
+class Op(Node):
     name: str
     args: tuple[Expr, ...]
     loc: Loc | None = field(default=None, compare=False)
@@ -161,8 +199,8 @@ class Op:
         return found
 
 
-@dataclass(frozen=True)
-class Dot:
+@dataclass(frozen=True, eq=False)
+class Dot(Node):
     """Sum over one axis of a product, accumulated in float32."""
 
     a: Expr
@@ -179,8 +217,8 @@ class Dot:
         return f32
 
 
-@dataclass(frozen=True)
-class Reduction:
+@dataclass(frozen=True, eq=False)
+class Reduction(Node):
     """ "sum" or "max" over one axis."""
 
     kind: str
@@ -240,8 +278,8 @@ class Tile:
     dtype: DType = f32
 
 
-@dataclass(frozen=True)
-class Elem:
+@dataclass(frozen=True, eq=False)
+class Elem(Node):
     """One element of a tensor argument. Where `ok` is false it reads as zero and touches no memory."""
 
     tensor: str
@@ -281,15 +319,41 @@ def children(e: Expr) -> tuple[Expr, ...]:
 
 
 def walk(e: Expr) -> Iterator[Expr]:
-    """`e` and everything below it, users before what they use."""
-    yield e
-    for c in children(e):
-        yield from walk(c)
+    """`e` and everything below it, each once, users before what they use."""
+    return _below(e, ())
 
 
 def walk_open(e: Expr) -> list[Expr]:
     """`e` and what is below it, not looking into results of reductions: those have no keys any more."""
-    return [e] if isinstance(e, FoldResult | Selected) else [e, *(x for c in children(e) for x in walk_open(c))]
+    return list(_below(e, (FoldResult, Selected)))
+
+
+def _below(e: Expr, closed: tuple[type, ...]) -> Iterator[Expr]:
+    """Reached by depth first from the last child, in reverse: an order in which no node stands before its users."""
+    found: dict[Expr, None] = {}
+
+    def visit(x: Expr) -> None:
+        if x not in found:
+            for c in () if isinstance(x, closed) else reversed(children(x)):
+                visit(c)
+            found[x] = None
+
+    visit(e)
+    return reversed(found)
+
+
+def occurrences(e: Expr) -> Counter[Expr]:
+    """How often each part stands in e when it is written out."""
+    counts = Counter({e: 1})
+    for x in walk(e):
+        for c in children(x):
+            counts[c] += counts[x]
+    return counts
+
+
+def reads(e: Expr, tile: str) -> int:
+    """How often e reads a tile."""
+    return sum(n for x, n in occurrences(e).items() if isinstance(x, Tile) and x.name == tile)
 
 
 def loc_of(e: Expr) -> Loc | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .expr import Elem, Tile, walk
+from .expr import Elem, reads
 from .loops import For, If, Strip
 from .rewrite import Body, names_read, statements, written
 from .tile import Map
@@ -26,7 +26,7 @@ def last_reads(body: Body) -> dict[int, frozenset[str]]:
         s = body[last[0]]
         if not (starts_written and name not in views and isinstance(s, Map) and last[1] and not last[2]):
             continue
-        if sum(isinstance(x, Tile) and x.name == name for x in walk(s.expr)) == 1:
+        if reads(s.expr, name) == 1:
             out.setdefault(last[0], set()).add(name)
     return {n: frozenset(names) for n, names in out.items()}
 

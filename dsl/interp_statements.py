@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from .dtypes import Kind, bf16
-from .expr import Axes, Elem, Tile, walk
+from .expr import Axes, Elem, Tile, reads
 from .interp_liveness import last_reads, shared_names
 from .interp_outputs import Do, Hooks, OnStatement, best, show, store
 from .interp_values import (
@@ -194,7 +194,7 @@ def _shape(dst: Tile, scope: Scope) -> tuple[int, ...]:
 
 def _map(s: Map, scope: Scope, consumed: frozenset[str]) -> Do:
     dst, name = s.dst, s.dst.name
-    itself = sum(isinstance(x, Tile) and x.name == name for x in walk(s.expr)) == 1
+    itself = reads(s.expr, name) == 1
     code = compile_value(s.expr, dst.axes, scope, consumed | ({name} if itself else frozenset()))
     shape, count = _shape(dst, scope), scope.lane_count if name in scope.varying else 1
     run, full = code.run, code.axes == dst.axes and not code.number

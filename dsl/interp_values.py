@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, assert_never
@@ -35,6 +34,7 @@ from .expr import (
     Selected,
     Tile,
     Var,
+    occurrences,
     walk,
 )
 from .loops import Arg, Kernel
@@ -125,7 +125,7 @@ def compile_value(e: Expr, axes: Axes, scope: Scope, consumed: frozenset[str] = 
     once: guards and page numbers stand in several places of it.
     """
     if scope.repeats is None:
-        counts = Counter(x for x in walk(e) if isinstance(x, Op | Elem))
+        counts = {x: n for x, n in occurrences(e).items() if isinstance(x, Op | Elem)}
         repeats = Repeats(frozenset(x for x, n in counts.items() if n > 1))
         code = _compiled(e, axes, replace(scope, repeats=repeats), consumed)
         return replace(code, run=_forgetting(code.run)) if repeats.codes else code

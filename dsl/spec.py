@@ -150,8 +150,12 @@ class Spec:
     def folds(self) -> tuple[Fold, ...]:
         """Every fold the outputs and probes use, innermost first, each once."""
         found: dict[Fold, None] = {}
+        seen: set[Expr] = set()
 
         def visit(e: Expr) -> None:
+            if e in seen:
+                return
+            seen.add(e)
             for c in children(e):
                 visit(c)
             if isinstance(e, FoldResult):

@@ -219,6 +219,23 @@ def test_weights(schedule: Schedule, rng: np.random.Generator) -> None:
     assert_close(found, per_row(data, lambda s, v, at: ((s > 0) * (np.arange(len(s)) + 1.0)) @ v, 8))
 
 
+@op
+def deeply_shared(q: Rows["head", "dim"], kv: Paged["dim"]):
+    keys = kv.keys(where=lambda query, k: k <= query)
+    s = dot(q, keys)
+    for _ in range(40):
+        s = (s + s) * 0.5
+    return softmax(s) @ keys.v
+
+
+def test_what_is_used_twice_is_compiled_once(rng: np.random.Generator) -> None:
+    """Written out, the scores would have 2**40 terms: no part of the compiler may write them out."""
+    data = batch(rng)
+    found = run(deeply_shared, data, rng, Schedule(rows=4, keys=16))["out"]
+    expected, _ = flash(data.ragged, data.q64, data.keys, data.values, CAUSAL, 1.0)
+    assert_close(found, expected)
+
+
 @each(quick=2)
 def test_key_rows_are_values(schedule: Schedule, rng: np.random.Generator) -> None:
     """Key and value rows enter expressions before they are multiplied; captured matrices contract."""
