@@ -119,7 +119,7 @@ def facts_of_run(
     outputs: Named | None,
     output_dtypes: Mapping[str, DType] | None,
     schedule: Schedule | None,
-    partitions: int,
+    partitions: int | None,
     target: str | None,
 ) -> Facts | None:
     """What a call of `run` is known by."""

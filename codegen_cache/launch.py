@@ -68,7 +68,7 @@ def run(
     outputs: Mapping[str, object] | None = None,
     output_dtypes: Mapping[str, DType] | None = None,
     schedule: Schedule | None = None,
-    partitions: int = 1,
+    partitions: int | None = None,
     budget_bytes: int = DEFAULT_BUDGET,
     target: str | None = None,
     op: str | None = None,
@@ -83,7 +83,8 @@ def run(
         offsets[b]..offsets[b + 1] - 1.
     constants: values of the operator's compile-time constants.
     outputs: buffers to write some or all outputs into; the others are allocated, in `output_dtypes` (default: float32).
-    schedule: tile sizes; default by the batch. partitions: parts the keys are cut into, without a schedule.
+    schedule: tile sizes; default by the batch. partitions: parts the keys are cut into, in place of
+        the default schedule's.
     budget_bytes: what scores kept for a selection may take at once; rows are run a window at a time.
     names, op: what error messages call parameters and the call.
     facts: what the caller knows such calls by, who has found that this one cannot be made `again`.
@@ -117,7 +118,9 @@ def run(
     checked = knobs.VALIDATE.get()
     if checked is not False:
         expect_row_offsets(op, names["offsets"], offsets, batch=bound.batch, rows=bound.rows)
-    default = replace(default_schedule(chosen, spec, bound.binding, bound.rows, bound.batch), partitions=partitions)
+    default = default_schedule(chosen, spec, bound.binding, bound.rows, bound.batch)
+    if partitions is not None:
+        default = replace(default, partitions=partitions)
     ready = program_for(spec, operator.loc, bound.binding, schedule or default, chosen, check_finite=checked is True)
     if checked is not False:
         validate(op, spec, ready.program, bound, offsets.to(torch.int64).numpy(), names)

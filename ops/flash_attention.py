@@ -44,7 +44,8 @@ def flash_attention(
 class DecodeDispatchMetadata:
     """Hints for decode batches. They change cost, never the result beyond rounding.
 
-    num_partitions: parts that a sequence's keys are cut into, run independently and merged; None: one.
+    num_partitions: parts that a sequence's keys are cut into, run independently and merged; None: as the
+        default schedule has it.
     """
 
     num_partitions: int | None = None
@@ -121,7 +122,7 @@ def generic_flash_attention_kv_cache_ragged_sink(
         constants={"mask": mask, "with_lse": bool(return_lse)},
         outputs={"out": output},
         output_dtypes={"out": output_dtype_of(name, dtype_of(q), output_dtype)},
-        partitions=1
+        partitions=None
         if partitions is None
         else expect_int(name, "decode_dispatch_metadata", partitions, range(1, 1025)),
         target=target,

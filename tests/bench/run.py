@@ -32,13 +32,17 @@ STARTUP = "startup"
     "--budget", type=click.FloatRange(min=0), default=300, show_default=True, help="Seconds of timing, roughly."
 )
 @click.option("--match", default="", metavar="TEXT", help="Only the operators' workloads whose name has TEXT in it.")
+@click.option(
+    "--target", type=click.Choice(["interpret", "cpu"]), default="interpret", show_default=True, help="Where ours runs."
+)
 @click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Also write the figures here.")
-def main(only: str | None, threads: int, budget: float, match: str, path: Path | None) -> None:
+def main(only: str | None, threads: int, budget: float, match: str, target: str, path: Path | None) -> None:
     """Time Tilewright on this machine's CPU against what torch offers."""
+    os.environ |= {"TILEWRIGHT_TARGET": target, "TILEWRIGHT_THREADS": str(threads)}
     operators = [] if only == STARTUP else [only] if only else list(OPERATORS)
     suites = _matching(operators, match)
     console = Console(width=None if os.isatty(1) else 132)
-    facts = _facts(threads)
+    facts = {**_facts(threads), "target": target}
     for name, value in facts.items():
         console.print(f"{name}: {value}", highlight=False)
     report: dict[str, object] = {"facts": facts}
