@@ -23,7 +23,6 @@ FLAGS: Final = (
     "-O3",
     "-std=gnu11",
     "-fPIC",
-    "-shared",
     "-ffp-contract=off",  # fused only where the source says so: the same bits from every compiler
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -31,7 +30,26 @@ FLAGS: Final = (
     "-pthread",
     "-fvisibility=hidden",
 )
+PRIMITIVES: Final = "primitives.o"
+PRECOMPILED: Final = "tilewright.h.gch"
 SYSTEM: Final = ("cc", "gcc", "clang")
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What generated kernels include, and the folder with what was compiled of it: see `Compiler.runtime_steps`."""
+
+    headers: Path
+    compiled: Path
+
+    @property
+    def includes(self) -> tuple[str, ...]:
+        """Compiled first: gcc looks there for a precompiled header, and goes on where it finds none that fits."""
+        return ("-DTW_PRIMITIVES_APART", "-I", str(self.compiled), "-I", str(self.headers))
+
+    @property
+    def objects(self) -> tuple[str, ...]:
+        return (str(self.compiled / PRIMITIVES),)
 
 
 @dataclass(frozen=True)
@@ -50,17 +68,37 @@ class Compiler:
         """Options for every source. Left alone, zig compiles for the processor it runs on and its newest libc."""
         return (*FLAGS, "-target", f"{platform.machine()}-linux-gnu.2.28") if self.is_zig else FLAGS
 
-    def steps(self, source: str, library: str, headers: Path, isa: Isa) -> tuple[tuple[str, ...], ...]:
-        """The commands that make a shared library of a source.
+    @property
+    def precompiles(self) -> bool:
+        """Whether it finds precompiled headers by itself, as gcc does."""
+        return "clang" not in self.version and not self.is_zig
+
+    def steps(self, source: str, library: str, isa: Isa, runtime: Runtime | None) -> tuple[tuple[str, ...], ...]:
+        """The commands that make a shared library of a source, which includes nothing of ours without `runtime`.
 
         zig builds its run-time library, for seconds, once for every instruction set that it links for; so it links for
         the portable one.
         """
-        start, options = (*self.command, *self.flags), (*isa.flags, "-I", str(headers))
+        start = (*self.command, *self.flags)
+        options = (*isa.flags, *(runtime.includes if runtime else ()))
+        objects = runtime.objects if runtime else ()
+        link = ("-shared", "-Wl,--gc-sections", "-o", library, "-lm")  # of the primitives, those that are called
         if not self.is_zig:
-            return ((*start, *options, source, "-o", library, "-lm"),)
+            return ((*start, *options, source, *objects, *link),)
         compiled = f"{source}.o"
-        return (*start, *options, "-c", source, "-o", compiled), (*start, compiled, "-o", library, "-lm")
+        return (*start, *options, "-c", source, "-o", compiled), (*start, compiled, *objects, *link)
+
+    def runtime_steps(self, source: str, headers: Path, isa: Isa) -> tuple[tuple[str, ...], ...]:
+        """The commands that compile a folder of `Runtime`.
+
+        Headers are precompiled where they include those of intrinsics, which take longer than most kernels.
+        """
+        start = (*self.command, *self.flags, *isa.flags, "-DTW_PRIMITIVES_APART", "-I", str(headers))
+        bodies = (*start, "-ffunction-sections", "-c", source, "-o", PRIMITIVES)
+        if not (self.precompiles and isa.flags):
+            return (bodies,)
+        header = (*start, "-x", "c-header", str(headers / "tilewright.h"), "-o", PRECOMPILED)
+        return bodies, header
 
 
 class _Broken(Exception):

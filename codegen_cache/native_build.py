@@ -19,10 +19,12 @@ import tilewright.dsl
 from tilewright.dsl.errors import CompileError, UnsafeCache
 from tilewright.dsl.isa import Isa
 
-from .compilers import Compiler
+from .compilers import Compiler, Runtime
 from .store import Store, cache_root, key_of, private_folder, scratch_root
 
 HEADERS: Final = Path(tilewright.dsl.__file__).parent / "cpu"
+RUNTIME_HEADER: Final = "tilewright.h"
+PRIMITIVES_SOURCE: Final = "primitives.c"
 SOURCE: Final = "kernel.c"
 LIBRARY: Final = "kernel.so"
 OUTPUT: Final = "compiler.txt"
@@ -35,37 +37,71 @@ def build(source: str, name: str, isa: Isa, compiler: Compiler) -> Path:
     Raises CompileError, which keeps the source, and UnsafeCache. A cache that cannot be written is replaced by a
     temporary folder for this process, with one notice.
     """
-    parts: dict[str, object] = {
-        "source": hashlib.sha256(source.encode()).hexdigest(),
-        "headers": {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(HEADERS.glob("*.h"))},
+    work = _library(source, name, isa, compiler)
+    store = Store(cache_root(), "native")
+    try:
+        entry = _made(store, work)
+    except UnsafeCache:
+        raise
+    except OSError as e:
+        store = Store(scratch_root(store.root, e), "native")
+        entry = _made(store, work)
+    return entry / LIBRARY
+
+
+@dataclass(frozen=True)
+class _Work:
+    """An entry to be made: a library, or the runtime that libraries are made with."""
+
+    key: str
+    parts: dict[str, object]  # what the key is made from
+    file: str  # what the source is called
+    source: str
+    name: str
+    isa: Isa
+    compiler: Compiler
+    runtime: _Work | None = None  # which is needed first
+
+    def steps(self, runtime: Runtime | None) -> tuple[tuple[str, ...], ...]:
+        if self.file == PRIMITIVES_SOURCE:
+            return self.compiler.runtime_steps(self.file, HEADERS, self.isa)
+        return self.compiler.steps(self.file, LIBRARY, self.isa, runtime)
+
+
+def _library(source: str, name: str, isa: Isa, compiler: Compiler) -> _Work:
+    """Sources that do not include the runtime, such as the thread pool's, do not depend on it."""
+    parts = _parts(source, isa, compiler)
+    runtime = _runtime(isa, compiler) if RUNTIME_HEADER in source else None
+    if runtime is not None:
+        parts["runtime"] = runtime.key
+    return _Work(key_of(parts), parts, SOURCE, source, name, isa, compiler, runtime)
+
+
+def _runtime(isa: Isa, compiler: Compiler) -> _Work:
+    source = (HEADERS / PRIMITIVES_SOURCE).read_text(encoding="utf-8")
+    parts = _parts(source, isa, compiler)
+    parts["headers"] = {p.name: _digest(p.read_bytes()) for p in sorted(HEADERS.glob("*.h"))}
+    return _Work(key_of(parts), parts, PRIMITIVES_SOURCE, source, "the primitives", isa, compiler)
+
+
+def _parts(source: str, isa: Isa, compiler: Compiler) -> dict[str, object]:
+    return {
+        "source": _digest(source.encode()),
         "flags": (*compiler.flags, *isa.flags),
         "compiler": compiler.version,
         "isa": isa.name,
         "machine": platform.machine(),
         "libc": os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else None,
     }
-    work = _Work(key_of(parts), parts, source, name, isa, compiler)
-    store = Store(cache_root(), "native")
-    try:
-        entry = store.find(work.key) or _build(store, work)
-    except UnsafeCache:
-        raise
-    except OSError as e:
-        store = Store(scratch_root(store.root, e), "native")
-        entry = store.find(work.key) or _build(store, work)
-    return entry / LIBRARY
 
 
-@dataclass(frozen=True)
-class _Work:
-    """A library to be made."""
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
-    key: str
-    parts: dict[str, object]  # what the key is made from
-    source: str
-    name: str
-    isa: Isa
-    compiler: Compiler
+
+def _made(store: Store, work: _Work) -> Path:
+    """The folder of an entry."""
+    return store.find(work.key) or _build(store, work)
 
 
 def _build(store: Store, work: _Work) -> Path:
@@ -74,17 +110,22 @@ def _build(store: Store, work: _Work) -> Path:
     with store.lock(work.key) as locked:
         if (entry := store.find(work.key, locked=True)) is not None:
             return entry
+        runtime = Runtime(HEADERS, _made(store, work.runtime)) if work.runtime else None
         made = store.workplace(work.key, locked=locked)
         try:
-            (made / SOURCE).write_text(work.source, encoding="utf-8")
-            for command in work.compiler.steps(SOURCE, LIBRARY, HEADERS, work.isa):
+            (made / work.file).write_text(work.source, encoding="utf-8")
+            for command in work.steps(runtime):
                 if (problem := _run(command, made, store.root)) is not None:
                     raise _failed(store, work, made, command, problem)
-            if not (made / LIBRARY).is_file():
-                raise _failed(store, work, made, command, "ended well, but made no library")
+                if not (made / _output(command)).is_file():
+                    raise _failed(store, work, made, command, f"ended well, but made no {_output(command)}")
             return store.publish(work.key, work.parts, made)
         finally:
             shutil.rmtree(made, ignore_errors=True)
+
+
+def _output(command: Sequence[str]) -> str:
+    return command[command.index("-o") + 1]
 
 
 def _failed(store: Store, work: _Work, made: Path, command: Sequence[str], problem: str) -> CompileError:
@@ -93,7 +134,7 @@ def _failed(store: Store, work: _Work, made: Path, command: Sequence[str], probl
         compiler=shlex.join(work.compiler.command),
         name=work.name,
         problem=problem,
-        path=kept / SOURCE,
+        path=kept / work.file,
         command=f"(cd {shlex.quote(str(kept))} && {shlex.join(command)})",
     )
 

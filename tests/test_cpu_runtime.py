@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -17,10 +18,12 @@ from support.cpu_runtime import (
     STORED,
     STRICT,
     Array,
+    Level,
     Runtime,
     build,
     compiler,
     fenced,
+    pointers,
     why_not,
 )
 
@@ -270,6 +273,32 @@ def test_whole_vectors(runtime: Runtime, rng: np.random.Generator) -> None:
     runtime.call("choose", a, b, chosen)
     assert np.array_equal(chosen[0], np.minimum(a, b))
     assert np.allclose(chosen[1], a * b + np.arange(lanes), rtol=1e-6)
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+def test_primitives_apart(level: Level, request: pytest.FixtureRequest) -> None:
+    """Every prototype has its body, and it gives the bits that it gives where it is compiled with what calls it."""
+    cache = request.config.cache.mkdir("cpu_runtime")
+    if compiler() is None or os.uname().machine != "x86_64":
+        pytest.skip("flags for gcc on x86_64")
+    apart = build(level, cache, apart=True)
+    if reason := why_not(level):
+        pytest.skip(reason)
+    rng = np.random.default_rng(0)
+    both = [Runtime(level, path) for path in (build(level, cache), apart)]
+    rows, n, depth = 7, 3 * both[0].panel, 50
+    a, b = (rng.normal(size=(k, depth)).astype(np.float32) for k in (rows, n))
+    scores = rng.integers(0, 1000, 20000).astype(np.int32)
+    results = []
+    for runtime in both:
+        panels, c = np.zeros((n, depth), np.float32), np.zeros((2, rows, n), np.float32)
+        runtime.call("pack_columns_float32", pointers(list(b)), n, depth, panels, depth * runtime.panel)
+        runtime.call("gemm_float32", rows, 0, n, 0, depth, a, depth, panels, depth * runtime.panel, c[0], n, 0)
+        runtime.call("dot_rows_float32", rows, a, depth, pointers(list(b)), n, depth, c[1], n)
+        best, scratch = np.zeros(500, np.int32), np.zeros(runtime.call("best_scratch", 20000, 500), np.uint8)
+        runtime.call("best", scores, 20000, 500, best, scratch)
+        results.append([panels.tobytes(), c.tobytes(), best.tobytes()])
+    assert results[0] == results[1]
 
 
 @pytest.mark.slow

@@ -33,6 +33,9 @@ PORTABLE = ISAS["portable"]
 SOURCE = '#include <stdint.h>\n__attribute__((visibility("default"))) int answer(void) { return 42; }\n'
 
 
+KERNEL = SOURCE.replace("42", "ANSWER").replace("stdint", "tilewright")
+
+
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
@@ -84,6 +87,16 @@ def made(compiler: Compiler, source: str = SOURCE) -> Path:
     return build(source, "answer", PORTABLE, compiler)
 
 
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small one in place of ours: its folder."""
+    headers = tmp_path / "headers"
+    headers.mkdir()
+    (headers / "tilewright.h").write_text("int primitive(void);\n#define ANSWER primitive()\n")
+    (headers / "primitives.c").write_text("int primitive(void) { return 42; }\n")
+    monkeypatch.setattr(native_build, "HEADERS", headers)
+    return headers
+
+
 def answer(path: Path) -> int:
     """From a copy: the loader remembers paths."""
     copy = path.with_name(f"copy-{time.time_ns()}.so")
@@ -125,22 +138,78 @@ def test_entry_says_what_it_is(root: Path, compiler: Compiler) -> None:
 
 
 def test_what_a_key_depends_on(root: Path, compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Source, headers, options, compiler version and instruction set; not the compiler's path."""
-    headers = tmp_path / "headers"
-    headers.mkdir()
-    monkeypatch.setattr(native_build, "HEADERS", headers)
+    """Source, what it includes, options, compiler version and instruction set; not the compiler's path."""
+    headers = runtime(tmp_path, monkeypatch)
     first = made(compiler)
     others = [made(compiler, SOURCE + "\n"), made(replace(compiler, version=f"{compiler.version} patched"))]
     others.append(build(SOURCE, "answer", replace(PORTABLE, flags=("-O2",)), compiler))
     others.append(build(SOURCE, "answer", replace(PORTABLE, name="another"), compiler))
-    (headers / "tilewright.h").write_text("#define ANSWER 42\n")
-    others.append(made(compiler))
-    (headers / "tilewright.h").write_text("#define ANSWER 43\n")
-    others.append(made(compiler, SOURCE.replace("42", "ANSWER").replace("stdint", "tilewright")))
+    others.append(made(compiler, KERNEL))
+    (headers / "tilewright.h").write_text("int primitive(void);\n#define ANSWER primitive() + 1\n")
+    others.append(made(compiler, KERNEL))
     assert answer(others[-1]) == 43
-    assert len({first, *others}) == 7
-    (headers / "tilewright.h").unlink()
+    (headers / "primitives.c").write_text("int primitive(void) { return 43; }\n")
+    others.append(made(compiler, KERNEL))
+    assert answer(others[-1]) == 44
+    assert len({first, *others}) == 8
     assert made(replace(compiler, command=("/elsewhere/cc",))) == first
+
+
+@pytest.mark.usefixtures("root")
+def test_primitives_are_compiled_once(wrapper: Wrapper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all kernels of an instruction set, and linked into each."""
+    runtime(tmp_path, monkeypatch)
+    compiler = wrapper.then("")
+    assert answer(made(compiler, KERNEL)) == 42
+    assert wrapper.runs == 2
+    assert answer(made(compiler, KERNEL + "\n")) == 42
+    assert wrapper.runs == 3
+    build(KERNEL, "answer", replace(PORTABLE, name="another"), compiler)
+    assert wrapper.runs == 5
+
+
+def test_primitives_that_do_not_compile(
+    root: Path, compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their source is kept as a kernel's is."""
+    (runtime(tmp_path, monkeypatch) / "primitives.c").write_text("int primitive(void) { return 42 }\n")
+    e = raised(lambda: made(compiler, KERNEL))
+    assert "on the primitives: primitives.c:1:" in str(e)
+    assert Path(str(e.fields["path"])).parents[1] == root / "failed"
+
+
+@pytest.mark.parametrize("damage", ["changed", "missing"])
+def test_damaged_primitives(
+    damage: str, root: Path, wrapper: Wrapper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are made again for the next kernel; a kernel that has them needs them no more."""
+    runtime(tmp_path, monkeypatch)
+    compiler = wrapper.then("")
+    path = made(compiler, KERNEL)
+    (primitives,) = root.glob("native/*/primitives.o")
+    before = primitives.read_bytes()
+    primitives.unlink()
+    if damage == "changed":
+        primitives.write_bytes(before[:-8])
+    assert made(compiler, KERNEL) == path
+    with pytest.warns(RuntimeWarning, match=f"primitives.o (has )?(is )?{damage}"):
+        assert answer(made(compiler, KERNEL + "\n")) == 42
+    assert len(list((root / "quarantine").iterdir())) == 1
+    assert primitives.read_bytes() == before
+    assert wrapper.runs == 4
+
+
+@pytest.mark.usefixtures("root")
+def test_library_has_what_it_calls(compiler: Compiler) -> None:
+    """Of the primitives, those that are called, and nothing to be seen from outside."""
+    source = '#include "tilewright.h"\n__attribute__((visibility("default")))\n'
+    source += "int64_t answer(int64_t count) { return tw_best_scratch(count, 1); }\n"
+    path = build(source, "scratch", PORTABLE, compiler)
+    library = ctypes.CDLL(str(path))
+    library.answer.restype = ctypes.c_int64
+    assert library.answer(ctypes.c_int64(100)) > 800
+    assert not hasattr(library, "tw_best_scratch")
+    assert b"tw_gemm_float32" not in path.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -154,7 +223,8 @@ def test_what_a_key_depends_on(root: Path, compiler: Compiler, tmp_path: Path, m
 )
 def test_root(variables: Mapping[str, str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the variables say; a relative XDG folder counts as none."""
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    for name in ("TILEWRIGHT_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert cache_root() == Path(expected)

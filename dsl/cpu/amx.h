@@ -189,7 +189,7 @@ TW_INLINE void tw_tile_rows(const int tiles, const tw_tile_product *p, int colum
   }
 }
 
-TW_FUNCTION void tw_tile_depth(int rows, int column_lo, int column_hi, tw_tile_product p) {
+TW_LOCAL void tw_tile_depth(int rows, int column_lo, int column_hi, tw_tile_product p) {
   for (int some; rows > 0; rows -= some) {
     some = rows < TW_TILE_ROWS ? rows : TW_TILE_ROWS;
     p.whole = some == TW_TILE_ROWS;

@@ -6,17 +6,7 @@
 #define TW_GEMM_H
 
 #include "memory.h"
-
-#define TW_PANEL (2 * TW_LANES)  // columns of a panel of B
-
-// Rows held in registers at a time: accumulators for 2 vectors each, and room for 2 of B and one of A.
-#if TW_LANES == 16
-#define TW_MICRO_ROWS 12
-#elif TW_LANES == 8
-#define TW_MICRO_ROWS 6
-#else
-#define TW_MICRO_ROWS 4
-#endif
+#include "primitives.h"
 
 // One block: `rows` and `vectors` are constants, and everything is in registers but A, B and C.
 #define TW_MICRO(name, element, vector, load, all, multiply_add)                                       \
@@ -61,7 +51,7 @@
 #endif
 
 #define TW_GEMM(name, micro, element)                                                                                  \
-  TW_FUNCTION void name##_panel(int rows, int vectors, int64_t depth, const element *a, int64_t lda, const element *b, \
+  TW_LOCAL void name##_panel(int rows, int vectors, int64_t depth, const element *a, int64_t lda, const element *b, \
                                 float *c, int64_t ldc, bool accumulate) {                                              \
     int64_t r = 0;                                                                                                     \
     if (vectors == 2) {                                                                                                \

@@ -137,12 +137,4 @@ TW_FUNCTION void tw_round_rows_bfloat16(const float *src, int64_t ld, int rows, 
   }
 }
 
-TW_INLINE void tw_prefetch(const void *p, int64_t bytes) {  // into the second-level cache
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i, 0, 2);
-}
-
-// The same for rows: those that few_rows.h begins with, which it cannot prefetch itself.
-#define tw_prefetch_rows(rows, n, bytes) \
-  for (int tw_i = 0; tw_i < (n); tw_i++) tw_prefetch((rows)[tw_i], bytes)
-
 #endif

@@ -3,6 +3,7 @@
 #define TW_SELECT_H
 
 #include "memory.h"
+#include "primitives.h"
 
 #define TW_NOT_A_CANDIDATE INT32_MIN
 #define TW_SAMPLE 1024  // keys looked at before all of them
@@ -13,7 +14,7 @@ TW_FUNCTION int64_t tw_best_scratch(int64_t count, int64_t k) {
   return 64 + 8 * (count + TW_LANES) + 16 * ((k < count ? k : count) + 1);
 }
 
-TW_FUNCTION int64_t tw_count_at_least(const int32_t *keys, int64_t n, int32_t bound) {
+TW_LOCAL int64_t tw_count_at_least(const int32_t *keys, int64_t n, int32_t bound) {
   tw_i32 total = {0};
   int64_t i = 0;
   for (; i + TW_LANES <= n; i += TW_LANES) total -= tw_load_int32(keys + i) >= bound;
@@ -24,7 +25,7 @@ TW_FUNCTION int64_t tw_count_at_least(const int32_t *keys, int64_t n, int32_t bo
 
 // The k-th largest of n >= k >= 1 keys, bit by bit from the top: counting is a vector at a time and needs no histogram,
 // whose increments wait for each other where keys are equal.
-TW_FUNCTION int32_t tw_kth_largest(const int32_t *keys, int64_t n, int64_t k) {
+TW_LOCAL int32_t tw_kth_largest(const int32_t *keys, int64_t n, int64_t k) {
   uint32_t found = 0;  // of the keys made unsigned
   for (uint32_t bit = 1u << 31; bit; bit >>= 1) {
     int64_t above = tw_count_at_least(keys, n, (int32_t)((found | bit) ^ 0x80000000u));
@@ -35,7 +36,7 @@ TW_FUNCTION int32_t tw_kth_largest(const int32_t *keys, int64_t n, int64_t k) {
 }
 
 // Keys of at least `bound` with their columns, in order; room for TW_LANES more.
-TW_FUNCTION int64_t tw_candidates(const int32_t *row, int64_t count, int32_t bound, int32_t *keys, int32_t *columns) {
+TW_LOCAL int64_t tw_candidates(const int32_t *row, int64_t count, int32_t bound, int32_t *keys, int32_t *columns) {
   int64_t n = 0, j = 0;
 #if defined(TW_AVX512)
   tw_i32 column = tw_iota();
@@ -59,7 +60,7 @@ TW_FUNCTION int64_t tw_candidates(const int32_t *row, int64_t count, int32_t bou
 
 // A lower bound that about k keys of the row reach, from a sample; the sample is spread unevenly, as rows may be
 // periodic.
-TW_FUNCTION int32_t tw_guess_bound(const int32_t *row, int64_t count, int64_t k, int32_t *sample) {
+TW_LOCAL int32_t tw_guess_bound(const int32_t *row, int64_t count, int64_t k, int32_t *sample) {
   uint32_t random = 1;
   const int64_t stretch = count / TW_SAMPLE;
   for (int64_t i = 0; i < TW_SAMPLE; i++) {
@@ -73,7 +74,7 @@ TW_FUNCTION int32_t tw_guess_bound(const int32_t *row, int64_t count, int64_t k,
 }
 
 // Ascending by the upper 32 bits, which are `most` or less, equal ones as they were: by digits from the lowest.
-TW_FUNCTION uint64_t *tw_sort_pairs(uint64_t *pairs, uint64_t *other, int64_t n, uint32_t most) {
+TW_LOCAL uint64_t *tw_sort_pairs(uint64_t *pairs, uint64_t *other, int64_t n, uint32_t most) {
   const int width = n > 4096 ? 11 : 8;
   int32_t first[1 << 11];
   for (int shift = 32; most; shift += width, most >>= width) {
@@ -94,7 +95,7 @@ TW_FUNCTION uint64_t *tw_sort_pairs(uint64_t *pairs, uint64_t *other, int64_t n,
 }
 
 // The k-th largest of n > k candidates, none of them below `bound`, which often it is: many scores are equal.
-TW_FUNCTION int32_t tw_last_chosen(const int32_t *keys, int64_t n, int64_t k, int32_t bound) {
+TW_LOCAL int32_t tw_last_chosen(const int32_t *keys, int64_t n, int64_t k, int32_t bound) {
   if (bound == INT32_MAX || tw_count_at_least(keys, n, bound + 1) < k) return bound;
   return tw_kth_largest(keys, n, k);
 }

@@ -5,11 +5,15 @@
 #include "vector.h"
 
 #include "elementary.h"
+#include "memory.h"
+#include "primitives.h"
+#include "program.h"
+
+#if !defined(TW_PRIMITIVES_APART)
 #include "few_rows.h"
 #include "gemm.h"
-#include "memory.h"
 #include "pack.h"
-#include "program.h"
 #include "select.h"
+#endif
 
 #endif

@@ -36,7 +36,14 @@
 // Always inlined: vectors then never cross a call, whose convention depends on the instruction set, and arguments
 // that are constants specialise the body.
 #define TW_INLINE static inline __attribute__((always_inline, unused))
-#define TW_FUNCTION static inline __attribute__((unused))
+#define TW_LOCAL static inline __attribute__((unused))
+
+// What primitives.h declares.
+#if defined(TW_PRIMITIVES_APART)
+#define TW_FUNCTION __attribute__((visibility("hidden")))
+#else
+#define TW_FUNCTION TW_LOCAL
+#endif
 
 #if defined(__clang__)
 #define TW_UNROLL _Pragma("clang loop unroll(full)")

@@ -22,6 +22,7 @@ from tilewright.dsl.isa import tiles_permitted
 
 ROOT = Path(__file__).parents[2]
 HEADERS = ROOT / "dsl" / "cpu"
+PRIMITIVES = HEADERS / "primitives.c"
 DRIVER = ROOT / "tests" / "support" / "cpu_runtime.c"
 COMPILE = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 STRICT = ("-Wall", "-Wextra", "-Werror", f"-I{HEADERS}")
@@ -78,10 +79,16 @@ def _processor() -> frozenset[str]:
     return frozenset(word for line in lines if line.startswith("flags") for word in line.split())
 
 
-def build(level: Level, cache: Path) -> Path:
-    """The library of a level, kept under a name that changes with its sources; processes may build it at once."""
+def build(level: Level, cache: Path, apart: bool = False) -> Path:
+    """The library of a level, kept under a name that changes with its sources; processes may build it at once.
+
+    `apart`: the primitives compiled on their own, as generated kernels have them.
+    """
     command = [compiler() or "cc", *COMPILE, *level.flags, *STRICT, "-fPIC", "-shared", str(DRIVER)]
-    text = "\n".join(command) + "".join(p.read_text(encoding="utf-8") for p in (*sorted(HEADERS.glob("*.h")), DRIVER))
+    if apart:
+        command += ["-DTW_PRIMITIVES_APART", str(PRIMITIVES), "-Wl,-z,defs"]
+    sources = (*sorted(HEADERS.glob("*.h")), PRIMITIVES, DRIVER)
+    text = "\n".join(command) + "".join(p.read_text(encoding="utf-8") for p in sources)
     library = cache / f"{level}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
