@@ -12,11 +12,12 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from torch import Tensor
 
 from tilewright.dsl import knobs
+from tilewright.dsl.errors import NoCompiler
 from tilewright.dsl.interp import Interpreter
 from tilewright.dsl.loops import Program
 from tilewright.dsl.lower import lower
@@ -30,6 +31,9 @@ from tilewright.dsl.windows import DEFAULT_BUDGET
 
 from .compilers import find_compiler
 from .native_program import NativeProgram
+
+
+COMPILERS: Final = "cc, gcc or clang on PATH, a command in TILEWRIGHT_CC, or `pip install ziglang`"
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,8 @@ def _runner(program: Program, key: ProgramKey) -> Runner:
     if key.target.isa is None:
         return Interpreter(program, check_finite=key.check_finite)
     compiler = find_compiler()
-    assert compiler is not None, "choose_target looks for one"
+    if compiler is None:
+        raise NoCompiler(target=key.target.name, expected=COMPILERS)
     return NativeProgram(program, key.target.isa, compiler)
 
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .dtypes import Kind
+from .dtypes import Kind, bf16
 from .emit_c_kernel import KernelPrinter
+from .errors import IllegalSchedule, NotOnTarget
 from .isa import Isa
 from .loops import Arg, Program
+from .rewrite import statements
+from .tile import Gemm, Show
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,11 @@ class CSource:
 
 
 def emit_c(program: Program, isa: Isa) -> CSource:
-    """The C program of a finished loop nest, for processors of one instruction set."""
+    """The C program of a finished loop nest, for processors of one instruction set.
+
+    Raises NotOnTarget for `print` and `breakpoint()` of the author's, IllegalSchedule for products it has not.
+    """
+    _refuse(program, isa)
     everything = (*program.args, *program.workspaces)
     tensors = tuple(a for a in everything if a.shape)
     scalars = [a for a in everything if not a.shape]
@@ -45,6 +52,16 @@ def emit_c(program: Program, isa: Isa) -> CSource:
     ]
     text = "\n".join([*head, *bodies, *_program(program, printers, sizes)]) + "\n"
     return CSource(text, tensors, sizes, numbers, max(p.plan.scratch_bytes for p in printers))
+
+
+def _refuse(program: Program, isa: Isa) -> None:
+    for s in (s for k in program.kernels for s in statements(k.body)):
+        if isinstance(s, Show):
+            instead = "target='interpret', which runs it"
+            raise NotOnTarget(loc=s.loc, target="cpu", what=f"{s.kind}()", expected=instead)
+        if isinstance(s, Gemm) and s.b.dtype is bf16 and not isa.bf16_dot:
+            problem = f"instruction set {isa.name} has none"
+            raise IllegalSchedule(field="products", value=repr(bf16.name), problem=problem)
 
 
 def _program(program: Program, printers: list[KernelPrinter], sizes: tuple[str, ...]) -> list[str]:

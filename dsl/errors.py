@@ -130,6 +130,18 @@ class UnknownTarget(TilewrightError, ValueError):
     template = "unknown target {target!r}; known: {known}"
 
 
+class NotOnTarget(TilewrightError, NotImplementedError):
+    """Something in an operator's source that a target has no form for; carries the author's line."""
+
+    template = "target {target!r} has no {what}; expected {expected}"
+
+
+class NoCompiler(TilewrightError, RuntimeError):
+    """A target that generates C, on a machine without a C compiler."""
+
+    template = "target {target!r} needs a C compiler and found none; expected {expected}"
+
+
 class BadEnvironment(TilewrightError, ValueError):
     template = "environment variable {name}={value!r}; expected {expected}"
 

@@ -62,11 +62,15 @@ INTEGERS = {"int32": np.int32, "uint32": np.uint32, "int64": np.int64, "uint8": 
 
 @pytest.mark.parametrize("dtype", ["float32", *INTEGERS])
 def test_loads(runtime: Runtime, dtype: str, rng: np.random.Generator) -> None:
-    """A part reads no further than asked, and the other lanes are 0."""
+    """A part reads no further than asked, the other lanes are 0; of 64 bits, the nearest that 32 hold."""
     kind = INTEGERS.get(dtype, np.float32)
     values = rng.integers(0, 2 if kind is np.bool_ else 256, (3 * runtime.lanes + 1) * np.dtype(kind).itemsize)
     values = values.astype(np.uint8).view(kind)
-    wanted = values.view(np.int32) if dtype == "float32" else values.astype(np.int32)
+    if dtype == "int64":
+        values[::2] >>= rng.integers(30, 40, len(values[::2]))
+        values[:4] = (1 << 31) - 1, -(1 << 31), 1 << 32, -(1 << 32) - 1
+    limited = values.clip(-(1 << 31), (1 << 31) - 1) if dtype == "int64" else values
+    wanted = values.view(np.int32) if dtype == "float32" else limited.astype(np.int32)
     wanted = -wanted if dtype == "bool" else wanted
     for n in range(1, len(values) + 1):
         source, got = fenced(values[:n]), fenced(np.zeros(n, np.int32))

@@ -100,7 +100,22 @@ def test_an_operator_is_not_called() -> None:
 # ---- schedules, targets, the environment, values found while running -------------------------------------------------
 
 
-def elsewhere(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> dict[str, Callable[[], object]]:
+SMALL = """\
+from __future__ import annotations
+
+from tilewright.dsl import *
+
+
+@op
+def attention(q: Rows["head", "dim"], kv: Paged["dim"]):
+    keys = kv.keys(where=lambda query, k: k <= query)
+    s = dot(q, keys)
+"""
+
+
+def elsewhere(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, folder: Path
+) -> dict[str, Callable[[], object]]:
     """By the names of their classes, then what is wrong."""
     data = batch(rng)
     cache = place(data, rng, page_size=3)
@@ -133,6 +148,15 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> dict
         leaf.keys[int(cache.lookup_table[0, 1]), 2] = torch.nan
         return environment("TILEWRIGHT_VALIDATE", "1")()
 
+    def on_target(line: str) -> object:
+        load = module_of(f"{SMALL}    {line}\n    return softmax(s) @ keys.v\n", folder)
+        return tilewright.run(load(), {"q": data.q, "kv": cache.layer(0)}, data.offsets, target="cpu")
+
+    def no_compiler() -> object:
+        with monkeypatch.context() as m:
+            m.setattr("tilewright.codegen_cache.programs.find_compiler", lambda: None)
+            return public(data.q, data.offsets, cache, mask_str="null", target="cpu")
+
     def ill_formed() -> None:
         program = lower(flash_attention.trace(mask=None, sink=None), BINDING, Schedule())
         kernel = program.kernels[0]
@@ -147,6 +171,9 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> dict
         "IllegalSchedule: an unknown way to mask": scheduled(masks="never"),
         "UnknownTarget: by argument": lambda: public(data.q, data.offsets, cache, target="cuda:sm_1"),
         "UnknownTarget: by environment": environment("TILEWRIGHT_TARGET", "abacus"),
+        "NotOnTarget: print": lambda: on_target("print(s)"),
+        "NotOnTarget: breakpoint": lambda: on_target("breakpoint()"),
+        "NoCompiler: nowhere": no_compiler,
         "BadEnvironment: validate": environment("TILEWRIGHT_VALIDATE", "yes"),
         "BadEnvironment: threads": environment("TILEWRIGHT_THREADS", "0"),
         "OutOfBounds: a page outside the pool": spoilt(99),
@@ -161,14 +188,14 @@ BINDING = Binding(
 
 
 def test_elsewhere(
-    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, golden: Callable[[str, str], None]
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, tmp_path: Path, golden: Callable[[str, str], None]
 ) -> None:
     """Schedules by field, targets with those known, variables with what they take, slots by sequence and key."""
     found = []
-    for title, make in elsewhere(monkeypatch, rng).items():
+    for title, make in elsewhere(monkeypatch, rng, tmp_path).items():
         e = raised(make)
         assert type(e).__name__ == title.split(":")[0], f"{title}: {e}"
-        found.append(section(title, e))
+        found.append(section(title, e, tmp_path))
     root = Path(tilewright.__file__).parent
     golden("errors_elsewhere", "\n".join(found).replace(f"{root}/", "").replace("src/tilewright/", ""))
 

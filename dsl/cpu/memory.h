@@ -204,15 +204,21 @@ TW_INLINE tw_i32 tw_load_uint32(const uint32_t *p) { return tw_words(p); }
 TW_INLINE tw_i32 tw_load_uint32_part(const uint32_t *p, int n) { return tw_words_part(p, n); }
 TW_INLINE int32_t tw_one_uint32(const uint32_t *p) { return (int32_t)*p; }
 
-// int64 as pairs of words, the low one kept
-TW_INLINE tw_i32 tw_load_int64(const int64_t *p) {
-  return TW_SHUFFLE(tw_words(p), tw_words(p + TW_LANES / 2), TW_LIST(TW_LANE_EVEN, 0));
+// int64 as pairs of words. A number that 32 bits cannot hold becomes the nearest that they can: an index outside stays so
+#define TW_LANE_ODD(i, s) (2 * (i) + 1)
+TW_INLINE tw_i32 tw_saturated(tw_i32 first, tw_i32 second) {
+  tw_i32 low = TW_SHUFFLE(first, second, TW_LIST(TW_LANE_EVEN, 0));
+  tw_i32 high = TW_SHUFFLE(first, second, TW_LIST(TW_LANE_ODD, 0));
+  return tw_select_i32(high == low >> 31, low, (high >> 31) ^ INT32_MAX);
 }
+TW_INLINE tw_i32 tw_load_int64(const int64_t *p) { return tw_saturated(tw_words(p), tw_words(p + TW_LANES / 2)); }
 TW_INLINE tw_i32 tw_load_int64_part(const int64_t *p, int n) {
   const int half = TW_LANES / 2, low = n < half ? n : half;
-  return TW_SHUFFLE(tw_words_part(p, 2 * low), tw_words_part(p + low, 2 * (n - low)), TW_LIST(TW_LANE_EVEN, 0));
+  return tw_saturated(tw_words_part(p, 2 * low), tw_words_part(p + low, 2 * (n - low)));
 }
-TW_INLINE int32_t tw_one_int64(const int64_t *p) { return (int32_t)*p; }
+TW_INLINE int32_t tw_one_int64(const int64_t *p) {
+  return (int32_t)(*p < INT32_MIN ? INT32_MIN : *p > INT32_MAX ? INT32_MAX : *p);
+}
 
 // Stores
 #define TW_STORES(dtype, element, vector, scalar, all, narrow, put)                             \
