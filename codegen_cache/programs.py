@@ -32,7 +32,6 @@ from tilewright.dsl.windows import DEFAULT_BUDGET
 from .compilers import find_compiler
 from .native_program import NativeProgram
 
-
 COMPILERS: Final = "cc, gcc or clang on PATH, a command in TILEWRIGHT_CC, or `pip install ziglang`"
 
 
