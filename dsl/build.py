@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from math import isinf
 
 from .algebra import op, rebuild, substitute
+from .dtypes import Kind
 from .errors import AxisMismatch
 from .expr import Const, Dot, Expr, FoldResult, KeyField, Op, Param, Reduction, Selected, Tile, children, loc_of, walk
 from .spec import Fold, Probe, Select, Spec, State, is_reserved
@@ -183,6 +185,8 @@ def _mask_inputs(b: _Builder, fold: Fold, shared: dict[tuple[Expr, float], Tile]
             table[place] = e
             continue
         absent = 0.0 if absent is None else absent  # what is computed from a zero row may be anything, even NaN
+        if e.dtype.kind is Kind.INT and isinf(absent):
+            e = op("float", e)  # a tile of integers holds no infinity
         if (e, absent) not in shared:
             made = shared[e, absent] = names.fresh("input", e)
             b.out += [Map(made, b.flat(e), loc_of(e)), Mask(made, absent, loc=fold.loc)]

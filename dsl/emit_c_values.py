@@ -201,15 +201,23 @@ class LoopNest:
         if not self.is_vector(e.axes):
             address = self._address(e, e.index, level)
             ok = self._guard(e, e.ok, e.index, level)
-            read = f"tw_one_{t.arg.dtype.name}(&a_{e.tensor}[{address}])"
+            read = self._read(t, address)
             return self.name(level, read if ok == "1" else f"({ok}) ? {read} : 0", kind, False)
         same = self._same_in_all_lanes(e)
         if same is not None:
             return self.name(level, self.converted(self._element(same, level), kind, True), kind, True)
-        base = self.contiguous(e.index, e.ok)
+        base = None if t.arg.pages_of is not None else self.contiguous(e.index, e.ok)
         if base is not None:
             return self._row(e, base, level)
         return self._lanes(e, level)
+
+    def _read(self, t: Tensor, address: str) -> str:
+        """One element; of a page table, one that is no page is reported."""
+        read = f"tw_one_{t.arg.dtype.name}(&a_{t.arg.name}[{address}])"
+        if t.arg.pages_of is None:
+            return read
+        pool = self.tensors[t.arg.pages_of]
+        return f"tw_page(fault, {pool.number}, {read}, {_extent(pool, 0)})"
 
     def contiguous(self, index: tuple[Expr, ...], ok: Expr) -> tuple[Expr, ...] | None:
         """The index of the first lane, where lanes are neighbours in memory and read or guarded together."""
@@ -273,7 +281,7 @@ class LoopNest:
         ok = self.value(e.ok)
         guards = [] if e.ok == Const(True) else [f"{self._spread(ok, level)}[lane]" if ok.vector else ok.text]
         guard = " && ".join((*guards, *checks))
-        read = f"tw_one_{t.arg.dtype.name}(&a_{e.tensor}[{' + '.join(terms)}])"
+        read = self._read(t, " + ".join(terms))
         return self._gathered(level, e.dtype.kind, f"({guard}) ? {read} : 0" if guard else read)
 
     def _spread(self, v: Value, level: Level) -> str:
@@ -298,9 +306,12 @@ class LoopNest:
         return " && ".join(tests) or "1"
 
     def _inside(self, t: Tensor, axis: int, index: str) -> str:
-        extent = t.arg.shape[axis]
-        size = str(extent) if isinstance(extent, int) else f"s_{extent.partition(' + ')[0]}"
-        return f"tw_inside(fault, {t.number}, {axis}, {index}, {size})"
+        return f"tw_inside(fault, {t.number}, {axis}, {index}, {_extent(t, axis)})"
+
+
+def _extent(t: Tensor, axis: int) -> str:
+    extent = t.arg.shape[axis]
+    return str(extent) if isinstance(extent, int) else f"s_{extent.partition(' + ')[0]}"
 
 
 def first_lane(axis: str) -> str:

@@ -23,7 +23,7 @@ from .algebra import (
     where,
 )
 from .context import ROW_OK, Context, seen_by
-from .dtypes import f32, i32
+from .dtypes import Kind, f32, i32
 from .errors import AxisMismatch
 from .expr import ALWAYS, Const, Coord, Elem, Expr, Iota, KeyField, Tile, Var, ordered
 from .loops import Fetch, For, If, Kernel, KeyLoop, KeyReach, Let, Program, Stmt
@@ -341,6 +341,7 @@ def apply_masks(program: Program, cx: Context) -> Program:
         if not set(seen.axes) <= set(s.dst.axes):  # a tile per key alone: of keys that no row sees
             number = cx.part_of(s.loop)
             seen = at_least(page_tile(number, cx.parts[number].leaf, cx), 0)
-        return (Map(s.dst, where(seen, s.dst, s.absent), s.loc),)
+        absent = int(s.absent) if s.dst.dtype.kind is Kind.INT else s.absent
+        return (Map(s.dst, where(seen, s.dst, absent), s.loc),)
 
     return replace(program, kernels=tuple(replace(k, body=rewrite_body(k.body, lower)) for k in program.kernels))

@@ -36,6 +36,12 @@ static inline int tw_inside(int64_t *fault, int64_t tensor, int64_t axis, int64_
     return 0;
 }
 
+/* A page that a table names for a key in sight. A negative one is the mark of a key that is not read: a fault here. */
+static inline int32_t tw_page(int64_t *fault, int64_t tensor, int32_t page, int64_t extent) {
+    if (page < 0) tw_report(fault, tensor, 0, page, extent);
+    return page;
+}
+
 /* The elements of whole vectors that hold n. */
 static inline int64_t tw_whole(int64_t n) { return (n + TW_LANES - 1) / TW_LANES * TW_LANES; }
 
