@@ -70,7 +70,8 @@ def fitted(inputs: Inputs, schedule: Schedule) -> Schedule:
         except IllegalSchedule as e:
             name = str(e.fields["field"])
             whole = binding.heads if "reduction" in str(e) else 1
-            schedule = replace(schedule, **{name: whole if name == "heads" else 1})
+            changed: dict[str, Any] = {name: whole if name == "heads" else 1}
+            schedule = replace(schedule, **changed)
     raise AssertionError(schedule)
 
 
