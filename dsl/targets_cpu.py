@@ -30,7 +30,8 @@ def native_schedule(isa: Isa, spec: Spec, binding: Binding, rows: int, batch: in
     tile_rows = 1 if lists else max(1, min(mean, POINTS // heads))
     keys = _keys(spec, binding, products)
     if spec.selects:
-        return Schedule(rows=max(1, min(mean, 512 // heads)), keys=keys, strip=strip, products=products)
+        few = 1 if lists else max(1, min(mean, 512 // heads))
+        return Schedule(rows=few, heads=_heads(lists), keys=keys, strip=strip, products=products)
     parts = _partitions(spec, binding, mean, batch)
     start = "first" if lists else "aligned"
     return Schedule(tile_rows, _heads(lists), keys, parts, start, strip=strip, products=products)

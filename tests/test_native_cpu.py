@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from support.native import (
@@ -20,8 +21,12 @@ from support.native import (
     tolerance,
 )
 
+from tilewright.dsl.build import build
+from tilewright.dsl.isa import ISAS as ALL_ISAS
 from tilewright.dsl.isa import supported
-from tilewright.dsl.schedule import Schedule
+from tilewright.dsl.schedule import Schedule, check_schedule
+from tilewright.dsl.targets_cpu import native_schedule
+from tilewright.random_inputs import binding_of
 from tilewright.references import LIBRARY, Candidates, compare, reference_outputs
 
 pytestmark = needs_compiler
@@ -81,3 +86,14 @@ def test_every_value_meets_several_operators() -> None:
         assert len({name for name, c in made.values() if c[1] == isa}) >= 10
         rounded = {name for name, c in made.values() if c[1] == isa and c[0].products == "bfloat16"}
         assert len(rounded) >= (5 if isa in NARROW else 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_default_schedules_are_legal(name: str) -> None:
+    """For every instruction set, type stored, and mean number of rows."""
+    program = None
+    for stored, granularity in STORED:
+        inputs = inputs_of(name, 0, cache_dtype=stored, granularity=granularity, heads=8)
+        binding, program = binding_of(inputs.spec, inputs.sizes), program or build(inputs.spec)
+        for isa, rows, batch in product(ALL_ISAS.values(), (0, 1, 3, 17, 4000), (1, 16)):
+            check_schedule(program, binding, native_schedule(isa, inputs.spec, binding, rows, batch))
