@@ -26,7 +26,11 @@ FAULT_WORDS = 5  # as enumerated in dsl/cpu/program.h
 
 
 def as_listed(t: Tensor, arg: Arg) -> Tensor:
-    """The tensor in the integer type that the program was compiled for; what that cannot hold stays out of range."""
+    """The tensor as native code reads it: neighbours along the last axis stand side by side, and integers have the type
+    that the program was compiled for; what that cannot hold stays out of range.
+    """
+    if t.ndim and t.shape[-1] > 1 and t.stride(-1) != 1:
+        t = t.contiguous()
     if arg.dtype.kind is not Kind.INT or str(t.dtype) == f"torch.{arg.dtype}":
         return t
     limits = torch.iinfo(getattr(torch, arg.dtype.name))

@@ -46,7 +46,7 @@ class _Builder:
         self.out: list[TileStmt] = []
         self._names, self._tiles = names, dict(known)
         distinct = {x for r in roots for x in walk(r)}
-        self._users = Counter(c for x in distinct for c in set(children(x)))
+        self._users = Counter(c for x in distinct for c in children(x))
 
     def tile(self, e: Expr) -> Tile:
         """A tile holding e; statements that compute it are appended."""

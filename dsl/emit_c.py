@@ -72,7 +72,7 @@ def _program(program: Program, printers: list[KernelPrinter], sizes: tuple[str, 
         "    int status = 0;",
     ]
     for p in printers:
-        out += p.grid_points()
         call = f"parallel({p.kernel.name}, (void *)args, n_{p.kernel.name}, {p.scratch()}, threads)"
-        out.append(f"    if (status == 0 && n_{p.kernel.name} > 0) status = {call};")
+        run = f"    if (status == 0 && n_{p.kernel.name} > 0) status = {call};"
+        out += ["    {", *("    " + line for line in (*p.grid_points(), run)), "    }"]
     return [*out, "    return status;", "}"]

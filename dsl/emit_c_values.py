@@ -276,7 +276,7 @@ class LoopNest:
             v = self.value(i)
             text = f"(int64_t){self._spread(v, level)}[lane]" if v.vector else v.text
             terms.append(f"{text} * a_{e.tensor}_s{n}")
-            if from_memory(i):
+            if from_memory(i) or t.arg.pages_of is not None:
                 checks.append(self._inside(t, n, text))
         ok = self.value(e.ok)
         guards = [] if e.ok == Const(True) else [f"{self._spread(ok, level)}[lane]" if ok.vector else ok.text]
@@ -302,7 +302,11 @@ class LoopNest:
         tests = [] if ok == Const(True) else [self.value(ok).text]
         if e is not None:
             t = self.tensors[e.tensor]
-            tests += [self._inside(t, n, self.value(i).text) for n, i in enumerate(index) if from_memory(i)]
+            tests += [
+                self._inside(t, n, self.value(i).text)
+                for n, i in enumerate(index)
+                if from_memory(i) or t.arg.pages_of is not None
+            ]
         return " && ".join(tests) or "1"
 
     def _inside(self, t: Tensor, axis: int, index: str) -> str:

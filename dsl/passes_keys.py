@@ -31,6 +31,7 @@ from .rewrite import map_expressions, rewrite_body
 from .spec import Listed, Range
 from .tile import Map, Mask, Reduce
 
+LAST_INDEX = (1 << 31) - 1
 NO_ROWS = at_least(Var("r0"), Var("r1"))
 
 
@@ -113,7 +114,8 @@ def _listed(loop: KeyLoop, part: Listed, cx: Context) -> tuple[Stmt, ...]:
     index = (*(spots[a] for a in part.axes[:-1]), floordiv(slot, part.block))
     listed: Expr = Elem(part.indices, index, i32, ok, part.loc)
     if part.block > 1:
-        listed = where(at_least(listed, 0), add(mul(listed, part.block), op("mod", slot, lift(part.block))), -1)
+        held = both(at_least(listed, 0), less(listed, LAST_INDEX // part.block))  # no block further on has 32-bit keys
+        listed = where(held, add(mul(listed, part.block), op("mod", slot, lift(part.block))), -1)
     body: list[Stmt] = [
         Let("k0", mul(Var(f"kt{label}"), cx.schedule.keys)),
         Map(entry, where(ok, listed, -1), part.loc),
