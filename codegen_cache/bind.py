@@ -206,6 +206,10 @@ def _leaf(op: str, shown: str, p: Declared, value: object, bound: Bound, sizes: 
     elif p.value_axes != p.axes:
         raise ArgumentError(op=op, argument=shown, got="holds keys only (kv_dim 1)", expected="keys and values")
     granularity = leaf.quantization_granularity if leaf.key_scales is not None else None
+    if (
+        granularity is None and dtype_of(leaf.keys).bits == 8 and p.dtype is None
+    ):  # declared so, what is stored is meant
+        raise ArgumentError(op=op, argument=shown, got="holds float8 without scales", expected="scales beside its rows")
     return LeafBinding(
         leaf.keys.shape[1], leaf.keys.shape[2], dtype_of(leaf.keys), leaf.values is not None, granularity
     )

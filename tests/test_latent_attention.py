@@ -330,6 +330,14 @@ def test_float8_leaves(granularity: int, q_dtype: torch.dtype, rng: np.random.Ge
     check(data, public_latent(data, data.leaves(rng, Layout(3), Layout(2))))
 
 
+def test_float8_leaves_without_scales_are_refused(rng: np.random.Generator) -> None:
+    """What is stored means nothing without its scales, however the leaf was made."""
+    data = latent(rng, [9], [3], [7], dtype=F8, granularity=8, width=20)
+    swa, comp = data.leaves(rng)
+    with pytest.raises(ArgumentError, match=r"comp_cache holds float8 without scales; expected scales beside its rows"):
+        public_latent(data, (swa, replace(comp, key_scales=None)))
+
+
 @pytest.mark.parametrize("wanted", [torch.float32, torch.float16, torch.bfloat16, "float32", np.float32], ids=str)
 def test_output_dtype(wanted: Any, rng: np.random.Generator) -> None:
     """The result is float32 rounded once to the dtype asked for."""
