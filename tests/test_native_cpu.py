@@ -29,7 +29,7 @@ from tilewright.dsl.targets_cpu import native_schedule
 from tilewright.random_inputs import binding_of
 from tilewright.references import LIBRARY, Candidates, compare, reference_outputs
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.slow]
 NAMES = sorted(OPERATORS)
 STORED = (("float32", None), ("bfloat16", None), ("float8_e4m3fn", 8), ("float16", None))
 VARIANTS = 3

@@ -18,7 +18,7 @@ from tilewright.ops.cache import PagedKVCache
 from tilewright.ops.flash_attention import flash_attention
 from tilewright.ops.masks import mask_named
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.slow]
 SCHEDULE = Schedule(rows=4, keys=24, strip=12)
 CAUSAL = mask_named("test", "causal", None)
 
