@@ -104,6 +104,3 @@ class NativeProgram:
             index=index,
             extent=extent,
         )
-
-
-__all__ = ["NativeProgram"]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from .algebra import substitute
 from .dtypes import DType, Kind, bf16
-from .emit_c_plan import POINTS, Group, Guarded, Plan, Storage, tiles_read
+from .emit_c_plan import POINTS, Group, Guarded, Plan
 from .emit_c_values import Level, LoopNest, Tensor, Value, first_lane, spelled
-from .expr import Axes, Elem, Expr, Iota, Op, Tile, Var, walk
+from .expr import Axes, Const, Elem, Expr, Iota, Op, Tile, walk
 from .isa import Isa
 from .loops import Store
 from .rewrite import expressions
@@ -28,9 +29,6 @@ class Surroundings(Protocol):
     def points(self) -> tuple[str, str]: ...
     @property
     def in_strip(self) -> bool: ...
-
-
-IDENTITY = {"sum": "0", "max": "-INFINITY"}
 
 
 class GroupPrinter:
@@ -274,7 +272,7 @@ class GroupPrinter:
 
     def _finish(self, nest: LoopNest, outer: Level, dst: Tile, total: str, vector: bool, keep: bool) -> None:
         t = self.k.plan.storage[dst.name]
-        at = self._outer_offset(nest, t)
+        at = nest.offset(t)
         kind = {"float": "float32", "uint16_t": "bfloat16"}.get(t.ctype, "int32")
         if vector:
             before = f"tw_load_{kind}(&t_{t.name}[{at}]) + " if keep else ""
@@ -283,9 +281,6 @@ class GroupPrinter:
             outer.ends.append(f"tw_put_bfloat16(&t_{t.name}[{at}], {total});")
         else:
             outer.ends.append(f"t_{t.name}[{at}] {'+=' if keep else '='} {total};")
-
-    def _outer_offset(self, nest: LoopNest, t: Storage) -> str:
-        return nest.offset(t)
 
     # ---- stores ------------------------------------------------------------------------------------------------------
 
@@ -348,9 +343,6 @@ class GroupPrinter:
         nest = self.k.nest([level], None)
         nest.place = {rows: "j"}
         *outer, last = e.index
-        from .algebra import substitute
-        from .expr import Const
-
         first = substitute(last, {Iota(t.axes[1]): Const(0)})
         p = nest.pointer(e.tensor, (*outer, first), e.ok, True, e)
         level.lines.append(f"t_{t.name}[j] = {p};")
@@ -390,6 +382,3 @@ def _joined(nest: LoopNest) -> list[str]:
         return [level.head + " {", *("    " + x for x in body), "}"]
 
     return inside(0)
-
-
-__all__ = ["GroupPrinter", "Guarded", "Var", "tiles_read"]

@@ -7,11 +7,12 @@ strip touches hold a strip's points; key rows that are stored as they are used a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+from .algebra import add
 from .dtypes import DType, Kind, bf16, f32
-from .expr import Axes, Elem, Expr, Iota, Op, Tile, ordered, walk
+from .expr import Axes, Const, Elem, Expr, Iota, Op, Tile, ordered, walk
 from .loops import Alloc, Arg, Best, For, If, Kernel, Let, Search, Store, Strip
 from .passes_strip import is_product
 from .rewrite import Body, expressions
@@ -209,7 +210,7 @@ def plan_kernel(k: Kernel, args: dict[str, Arg], lanes: int, panel: int) -> Plan
         strip = strips.get(t.name)
         points = strip.points if strip is not None else None
         made = _storage(t, points, sizes, lanes, _pointers(t.name, nodes, args), args)
-        storage[t.name] = _placed(made, offset)
+        storage[t.name] = replace(made, offset=offset)
         offset += _aligned(made.bytes)
     panels: dict[tuple[str, bool], Panels] = {}
     for g in _products(nodes):
@@ -222,12 +223,6 @@ def plan_kernel(k: Kernel, args: dict[str, Arg], lanes: int, panel: int) -> Plan
 
 def _aligned(n: int) -> int:
     return -(-n // ALIGNMENT) * ALIGNMENT
-
-
-def _placed(s: Storage, offset: int) -> Storage:
-    from dataclasses import replace
-
-    return replace(s, offset=offset)
 
 
 def panel_words(depth: int, dtype: DType) -> int:
@@ -370,9 +365,6 @@ def _written(i: Guarded) -> set[str]:
 
 def linear(e: Expr, axis: str) -> Expr | None:
     """The rest of e where e = rest + i_axis; None where it is anything else."""
-    from .algebra import add
-    from .expr import Const
-
     match e:
         case Iota(a) if a == axis:
             return Const(0)

@@ -103,8 +103,7 @@ class LoopNest:
                 return self.registers[name]
         level = self.levels[self.level_of(e.axes)]
         if e not in level.known:
-            made = self._made(e, level)
-            level.known[e] = made
+            level.known[e] = self._made(e, level)
         return level.known[e]
 
     def forget(self, tile: str) -> None:
@@ -199,7 +198,7 @@ class LoopNest:
     def _element(self, e: Elem, level: Level) -> Value:
         kind, t = e.dtype.kind, self.tensors[e.tensor]
         if not self.is_vector(e.axes):
-            address = self._address(e, e.index, level)
+            address = self._address_of(e.tensor, e.index, level)
             ok = self._guard(e, e.ok, e.index, level)
             read = self._read(t, address)
             return self.name(level, read if ok == "1" else f"({ok}) ? {read} : 0", kind, False)
@@ -276,7 +275,7 @@ class LoopNest:
             v = self.value(i)
             text = f"(int64_t){self._spread(v, level)}[lane]" if v.vector else v.text
             terms.append(f"{text} * a_{e.tensor}_s{n}")
-            if from_memory(i) or t.arg.pages_of is not None:
+            if needs_check(i, t):
                 checks.append(self._inside(t, n, text))
         ok = self.value(e.ok)
         guards = [] if e.ok == Const(True) else [f"{self._spread(ok, level)}[lane]" if ok.vector else ok.text]
@@ -290,9 +289,6 @@ class LoopNest:
         level.lines.append(f"int32_t i{n}[TW_LANES]; tw_store_int32(i{n}, {v.text});")
         return f"i{n}"
 
-    def _address(self, e: Elem, index: tuple[Expr, ...], level: Level) -> str:
-        return self._address_of(e.tensor, index, level)
-
     def _address_of(self, tensor: str, index: tuple[Expr, ...], level: Level) -> str:
         terms = [f"{self.value(i).text} * a_{tensor}_s{n}" for n, i in enumerate(index) if i != Const(0)]
         return " + ".join(terms) or "0"
@@ -302,11 +298,7 @@ class LoopNest:
         tests = [] if ok == Const(True) else [self.value(ok).text]
         if e is not None:
             t = self.tensors[e.tensor]
-            tests += [
-                self._inside(t, n, self.value(i).text)
-                for n, i in enumerate(index)
-                if from_memory(i) or t.arg.pages_of is not None
-            ]
+            tests += [self._inside(t, n, self.value(i).text) for n, i in enumerate(index) if needs_check(i, t)]
         return " && ".join(tests) or "1"
 
     def _inside(self, t: Tensor, axis: int, index: str) -> str:
@@ -321,6 +313,11 @@ def _extent(t: Tensor, axis: int) -> str:
 def first_lane(axis: str) -> str:
     """The axis that stands for the first lane of a vector along another."""
     return f"first {axis}"
+
+
+def needs_check(i: Expr, t: Tensor) -> bool:
+    """Indices read from memory, and those of page tables, which may be too short for the keys in sight."""
+    return t.arg.pages_of is not None or from_memory(i)
 
 
 def from_memory(i: Expr) -> bool:
@@ -401,9 +398,3 @@ def _cast(name: str, arg: str, source: Kind, vector: bool) -> str:
     if source is Kind.FLOAT:
         return f"tw_i32_of_f32({arg})" if vector else f"tw_i32_of_f32_1({arg})"
     return f"({arg} & 1)" if source is Kind.BOOL and vector else arg
-
-
-def zero(kind: Kind, vector: bool) -> str:
-    if kind is Kind.FLOAT:
-        return "tw_f32_all(0.0f)" if vector else "0.0f"
-    return "tw_i32_all(0)" if vector else "0"

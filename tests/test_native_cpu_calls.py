@@ -25,6 +25,7 @@ from tilewright.dsl.errors import IllegalSchedule, OutOfBounds
 from tilewright.dsl.isa import ISAS
 from tilewright.dsl.lower import lower
 from tilewright.dsl.schedule import Binding, LeafBinding, Schedule
+from tilewright.ops import PagedKVCache, generic_flash_attention_kv_cache_ragged_sink
 from tilewright.ops.flash_attention import flash_attention
 from tilewright.ops.masks import mask_named
 from tilewright.random_inputs import Inputs
@@ -206,3 +207,21 @@ def test_products_that_an_instruction_set_lacks() -> None:
     with pytest.raises(IllegalSchedule, match=message):
         emit_c(program, ISAS["avx2"])
     assert "bfloat16" in emit_c(program, ISAS["avx512bf16"]).text
+
+
+def test_queries_whose_elements_stand_apart(rng: np.random.Generator) -> None:
+    """A view whose last axis is not contiguous is read by its strides, at the first call and when made again."""
+    q = torch.from_numpy(rng.standard_normal((3, 2, 16), dtype=np.float32))
+    blocks = torch.from_numpy(rng.standard_normal((4, 2, 1, 4, 1, 16), dtype=np.float32))
+    cache = PagedKVCache(blocks, torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32))
+    offsets = torch.tensor([0, 3], dtype=torch.int32)
+    apart = q.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        out = generic_flash_attention_kv_cache_ragged_sink(x, offsets, cache, 0, 0.5, target="cpu")
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    expected = attend(q)
+    assert torch.equal(attend(apart), expected)
+    assert torch.equal(attend(apart), expected)
