@@ -120,7 +120,6 @@ inline void access(const void *p, size_t n, Op op) {
   if (static_region.near(p)) return access_region(static_region, p, n, own_access(op));
   if (Region *t = tensor_at(p)) return access_tensor(*t, p, n, own_access(op));
   if ((const char *)p >= &__ehdr_start && (const char *)p < &_end) return;
-  if ((void **)p >= kernel_arguments && (void **)p < kernel_arguments + 256) return;
   fail("out of bounds: %s of %zu bytes at %p, which is in no tensor", name_of(op), n, p);
 }
 inline void aligned_access(const void *p, size_t n, Op op) {
