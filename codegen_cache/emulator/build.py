@@ -40,7 +40,7 @@ def build(text: str, name: str, arch: str) -> Path:
     """
     compiler = cxx_compiler(os.environ.get("PATH"))
     flags = (*_COMMON, *target_flags(arch))
-    runtime = _runtime(compiler, flags)
+    runtime = _runtime(compiler, (*_COMMON, *(f for f in target_flags(arch) if f == "-DTW_WAVE64")))
     parts = _parts(text, compiler, (*flags, *_HOOKED))
     parts["runtime"] = runtime.key
 
@@ -56,8 +56,9 @@ def build(text: str, name: str, arch: str) -> Path:
 
 def target_flags(arch: str) -> tuple[str, ...]:
     """How the headers are told what is emulated."""
-    hip = ("-DTW_HIP", "-DTW_WAVE64") if arch.startswith("gfx") else ()
-    return (*hip, "-DTW_FNUZ") if arch == "gfx942" else hip
+    if not arch.startswith("gfx"):
+        return (f"-DTW_SM={arch.removeprefix('sm_').rstrip('a')}",)
+    return ("-DTW_HIP", "-DTW_WAVE64", "-DTW_FNUZ") if arch == "gfx942" else ("-DTW_HIP", "-DTW_WAVE64")
 
 
 def _runtime(compiler: Compiler, flags: tuple[str, ...]) -> Work:

@@ -51,6 +51,7 @@ constexpr tw::Type emulated_type(DataType t) {
 template <DataType A, DataType B, DataType C, int M, int N, int K, bool a_transposed, bool b_transposed>
 void mma_sync(float *c, const unsigned *a, const unsigned *b) {
   static_assert(C == DataType::kFloat32 && M == 16 && N == 8 && !a_transposed && b_transposed, "not emulated");
+  static_assert(TW_SM >= 89 || (A < DataType::kFloat8_e4m3 && B < DataType::kFloat8_e4m3), "this part has no products of fp8");
   tw::mma(emulated_type(A), emulated_type(B), K, c, a, b);
 }
 } // namespace tl
