@@ -35,7 +35,7 @@ def small_integers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_ldmatrix(count: int, transposed: bool) -> None:
-    """PTX ISA, ldmatrix: thread t holds elements (t / 4, 2 (t % 4)) and the next of each 8x8 matrix, or their mirror image."""
+    """PTX ISA, ldmatrix: thread t holds elements (t / 4, 2 (t % 4)) and the next of each matrix, or of its mirror."""
     matrices = torch.arange(count * 64, dtype=torch.float32).half().view(count, 8, 8)
     got = torch.zeros(32, count, 2).half()
     call = f"tl::ptx_ldmatrix_x{count}{'_trans' if transposed else ''}"
@@ -81,7 +81,7 @@ def test_stmatrix_is_the_inverse(transposed: bool) -> None:
     [(torch.float16, 16), (torch.float16, 8), (torch.bfloat16, 16), (torch.float8_e4m3fn, 32)],
 )
 def test_mma(dtype: torch.dtype, k: int) -> None:
-    """PTX ISA, m16n8k8, m16n8k16 and m16n8k32: a_i is row g or g + 8, column by i; b_i its column g; c_i row g or g + 8."""
+    """PTX ISA, m16n8k8, k16 and k32: a_i is in row g or g + 8, its column goes by i; b_i in column g; c_i as a_i."""
     a, b, c = small_integers(16, k, dtype=dtype), small_integers(k, 8, dtype=dtype), small_integers(16, 8)
     got = torch.zeros(16, 8)
     per = 4 // dtype.itemsize  # elements of a register
@@ -160,8 +160,8 @@ def swizzled_tile(tile: Tensor, span: int) -> Tensor:
 @pytest.mark.parametrize("from_registers", [False, True])
 @pytest.mark.parametrize("b_transposed", [False, True])
 def test_wgmma(span: int, from_registers: bool, b_transposed: bool) -> None:
-    """m64nNk16: A is 64 x 16 and B is N x 16 (or 16 x N, transposed), in rows of `span` bytes; C as of mma.sync, each of
-    four warps 16 rows.
+    """m64nNk16: A is 64 x 16 and B is N x 16 (or 16 x N, transposed), in rows of `span` bytes; C as of mma.sync, 16 rows
+    for each of four warps.
     """
     width = span // 2  # elements of a row
     n = width if b_transposed else 16
@@ -176,7 +176,9 @@ def test_wgmma(span: int, from_registers: bool, b_transposed: bool) -> None:
     stride = 8 * span // 16
     operand = "ra," if from_registers else "da,"
     kinds = "tl::DataType::kFloat16, tl::DataType::kFloat16, tl::DataType::kFloat32"
-    call = f"tl::wgmma_{'rs' if from_registers else 'ss'}<{kinds}, 64, {n}, 16, false, {str(b_transposed).lower()}, 1, 1>"
+    call = (
+        f"tl::wgmma_{'rs' if from_registers else 'ss'}<{kinds}, 64, {n}, 16, false, {str(b_transposed).lower()}, 1, 1>"
+    )
     body = f"""
   for (int i = tid; i < {images.numel()}; i += 128) ((uchar*)shared)[i] = Images[i];
   tl::fence_proxy_async();
@@ -213,7 +215,7 @@ def test_wgmma(span: int, from_registers: bool, b_transposed: bool) -> None:
     ],
 )
 def test_fp8_conversions(arch: str, dtype: torch.dtype, name: str) -> None:
-    """Every byte to float as torch has it; floats to bytes to nearest even, ends of the range and beyond saturating."""
+    """Every byte to float as torch has it; floats to bytes to the nearest, ties to even, saturating."""
     every = torch.arange(256, dtype=torch.uint8)
     values = every.view(dtype).float()
     finite = values[values.isfinite()].sort().values
