@@ -160,8 +160,8 @@ def swizzled_tile(tile: Tensor, span: int) -> Tensor:
 @pytest.mark.parametrize("from_registers", [False, True])
 @pytest.mark.parametrize("b_transposed", [False, True])
 def test_wgmma(span: int, from_registers: bool, b_transposed: bool) -> None:
-    """m64nNk16: A is 64 x 16 and B is N x 16 (or 16 x N, transposed), in rows of `span` bytes; C as of mma.sync, 16 rows
-    for each of four warps.
+    """m64nNk16: A is 64 x 16, B is N x 16 (or 16 x N, transposed), in rows of `span` bytes; C as of mma.sync, each warp
+    has 16 rows of it.
     """
     width = span // 2  # elements of a row
     n = width if b_transposed else 16
