@@ -27,10 +27,11 @@ _COMMON: Final = (
     "-ffp-contract=off",
     "-fno-strict-aliasing",
     "-fvisibility=hidden",
+    "-fno-sanitize=undefined",  # zig turns it on
 )
 _OPTIMISED: Final = ("-O3", "-w")
-# Every load and store calls a hook of ours; values that are used once stay where the source has them.
-_HOOKED: Final = ("-O1", "-w", "-fsanitize=thread")
+# Every load and store calls a hook of ours; what a vectoriser makes of them, gathers and scatters, would call none.
+_HOOKED: Final = ("-O1", "-w", "-fsanitize=thread", "-fno-tree-vectorize", "-fno-tree-slp-vectorize")
 
 
 def build(text: str, name: str, arch: str) -> Path:

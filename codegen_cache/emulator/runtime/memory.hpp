@@ -162,6 +162,20 @@ TW_HOOKS(16)
 #undef TW_HOOKS
 TW_HIDDEN void __tsan_read_range(void *p, size_t n) { tw::access(p, n, tw::Op::Read); }
 TW_HIDDEN void __tsan_write_range(void *p, size_t n) { tw::access(p, n, tw::Op::Write); }
+TW_HIDDEN void *__tsan_memcpy(void *to, const void *from, size_t n) {
+  tw::access(from, n, tw::Op::Read);
+  tw::access(to, n, tw::Op::Write);
+  return memcpy(to, from, n);
+}
+TW_HIDDEN void *__tsan_memmove(void *to, const void *from, size_t n) {
+  tw::access(from, n, tw::Op::Read);
+  tw::access(to, n, tw::Op::Write);
+  return memmove(to, from, n);
+}
+TW_HIDDEN void *__tsan_memset(void *to, int value, size_t n) {
+  tw::access(to, n, tw::Op::Write);
+  return memset(to, value, n);
+}
 TW_HIDDEN void __tsan_func_entry(void *) {}
 TW_HIDDEN void __tsan_func_exit(void *) {}
 TW_HIDDEN void __tsan_init() {}
