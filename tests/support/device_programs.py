@@ -168,11 +168,11 @@ HEADS, KV_HEADS, ROWS, DEPTH = 4, 2, 128, 64
 
 
 def attention_program(arch: str) -> Any:
-    """Causal flash attention, two query heads to a key head. sm_80 has one stage: the trip count is not constant."""
+    """Causal flash attention, two query heads to a key head. cp.async has one stage: the trip count is not constant."""
     import tilelang.language as T
 
     scale = DEPTH**-0.5 * 1.44269504
-    stages = 1 if arch == "sm_80" else 2
+    stages = 1 if arch in ("sm_80", "gfx950") else 2
     queries, keys = (ROWS, HEADS, DEPTH), (ROWS, KV_HEADS, DEPTH)
 
     @T.prim_func
