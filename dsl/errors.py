@@ -168,7 +168,7 @@ class NotFinite(TilewrightError, ValueError):
 
 
 class CompileError(TilewrightError, RuntimeError):
-    """The C compiler failed on generated code, or did not end. The source is kept."""
+    """A compiler failed on generated code, or did not end. The source is kept."""
 
     template = "{compiler} on {name}: {problem}\n  source: {path}\n  command: {command}"
 

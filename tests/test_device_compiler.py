@@ -125,19 +125,20 @@ def test_nothing_to_compile_with(monkeypatch: pytest.MonkeyPatch, golden: Callab
     """Each says what to install."""
     monkeypatch.setattr(toolkits, "find_program", lambda name: None)
     monkeypatch.setattr(toolkits, "nvrtc", lambda: None)
-    texts = []
-    with pytest.raises(MissingToolkit) as caught:
-        compile_device(small("sm_90a", ""))
-    texts.append(str(caught.value))
     package = toolkits.package_folder
-    monkeypatch.setattr(toolkits, "package_folder", lambda name: None if name == "ziglang" else package(name))
-    with pytest.raises(MissingToolkit) as caught:
-        compile_device(small("gfx942", ""))
-    texts.append(str(caught.value))
-    monkeypatch.setattr(toolkits, "package_folder", lambda name: None)
-    with pytest.raises(MissingToolkit) as caught:
-        compile_device(small("sm_80", ""))
-    texts.append(str(caught.value))
+    lacking: set[str] = set()
+    monkeypatch.setattr(toolkits, "package_folder", lambda name: None if name in lacking else package(name))
+
+    def section(title: str, arch: str) -> str:
+        with pytest.raises(MissingToolkit) as caught:
+            compile_device(small(arch, ""))
+        return f"-- MissingToolkit: {title}\n{caught.value}\n"
+
+    texts = [section("CUDA", "sm_90a")]
+    lacking.add("ziglang")
+    texts.append(section("HIP", "gfx942"))
+    lacking.add("tilelang")
+    texts.append(section("headers", "sm_80"))
     golden("errors_toolkits", "\n".join(texts))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -347,6 +348,35 @@ def test_wait_that_two_phases_pass_by() -> None:
     assert min(emulate(source, tensors, schedule=n).overtaken_waits for n in range(EVERY)) == 0
     with pytest.raises(EmulationError, match=r"deadlock.*waits for mbarrier 0"):
         emulate(source, tensors, schedule=Schedule(0, 0, 0, 0, hang_overtaken=True))
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+def test_messages(golden: Callable[[str, str], None]) -> None:
+    """What a reader gets: kernel, schedule, block and thread, what happened and where."""
+    tensors = numbers()
+    bulk = STORE.replace("tl::fence_proxy_async();", "")
+    sources = {
+        "a missing barrier": one_kernel("sm_80", EXCHANGE.replace(BARRIER, ""), tensors, shared=512),
+        "a copy that is not waited for": one_kernel(
+            "sm_80", COPY.format("", "tid").replace("wait<0>", "wait<1>"), tensors, shared=512
+        ),
+        "two blocks": one_kernel("sm_80", "  O[tid] = (float)(int)blockIdx.x;", tensors, grid=(2, 1, 1)),
+        "outside": one_kernel("gfx942", "  O[tid] = A[tid + 1];", tensors),
+        "no fence": one_kernel("sm_90a", bulk, tensors, shared=512),
+        "a barrier nobody else comes to": one_kernel(
+            "sm_80", "  if (tid < 32) tl::__sync_thread_partial(3, 64);\n  __syncthreads();", tensors
+        ),
+        "a wrong number of arrivals": tma_source(TMA.replace("init(1)", "init(2)"))[0],
+        "too much shared memory": one_kernel("gfx942", "", tensors, shared=65540),
+    }
+    found = []
+    for title, source in sources.items():
+        with pytest.raises(EmulationError) as caught:
+            emulate(source, tma_source()[1] if source.tensor_maps else tensors)
+        found.append(f"-- EmulationError: {title}\n{caught.value}\n")
+    golden("errors_emulation", "\n".join(found))
 
 
 # ---- what is refused before anything runs ----------------------------------------------------------------------------
