@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -20,7 +21,7 @@ def fault(source: DeviceSource, tensors: dict[str, Tensor], schedule: int = 0) -
     """The message, without the place it begins with."""
     with pytest.raises(EmulationError) as caught:
         emulate(source, tensors, schedule=schedule)
-    return re.sub(r"^.*?block \([^)]*\)(, thread \d+)?: ", "", str(caught.value))
+    return re.sub(r"^.*?block \([^)]*\)(, thread \d+)?: ", "", str(caught.value).partition("\n")[0])
 
 
 def kind_under_every_schedule(source: DeviceSource, tensors: dict[str, Tensor]) -> str:
@@ -375,8 +376,29 @@ def test_messages(golden: Callable[[str, str], None]) -> None:
     for title, source in sources.items():
         with pytest.raises(EmulationError) as caught:
             emulate(source, tma_source()[1] if source.tensor_maps else tensors)
-        found.append(f"-- EmulationError: {title}\n{caught.value}\n")
+        text = re.sub(r"\n  line .*", "", str(caught.value))
+        found.append(f"-- EmulationError: {title}\n{text}\n")
     golden("errors_emulation", "\n".join(found))
+
+
+@pytest.mark.skipif(shutil.which("addr2line") is None, reason="addr2line is not installed")
+@pytest.mark.parametrize("schedule", range(EVERY))
+def test_messages_name_the_line(schedule: int) -> None:
+    """Of the source, also where the fault is found inside a function of the runtime, or later."""
+    tensors = numbers()
+    for body, line in [
+        ("  int i = tid + 1;\n  O[tid] = A[i];", "O[tid] = A[i];"),
+        (
+            "  const void* p = A + 128;\n  tl::cp_async_gs<4>(shared, p);\n  tl::cp_async_wait<0>();",
+            "tl::cp_async_gs<4>(shared, p);",
+        ),
+        ("  if (tid % 2)\n  ((float*)shared)[0] = tid;\n  __syncthreads();", "((float*)shared)[0] = tid;"),
+    ]:
+        source = one_kernel("sm_80", body, tensors, shared=512)
+        number = source.text.split("\n").index(f"  {line}") + 1
+        with pytest.raises(EmulationError) as caught:
+            emulate(source, tensors, schedule=schedule)
+        assert str(caught.value).endswith(f"\n  line {number}: {line}")
 
 
 # ---- what is refused before anything runs ----------------------------------------------------------------------------

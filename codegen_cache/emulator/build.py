@@ -19,7 +19,7 @@ from tilewright.dsl.errors import MissingToolkit
 RUNTIME: Final = Path(__file__).parent / "runtime"
 LIBRARY: Final = "emulation.so"
 _OBJECT: Final = "runtime.o"
-_SOURCE: Final = "source.cpp"
+SOURCE: Final = "source.cpp"
 _COMMON: Final = (
     "-std=c++20",
     "-fPIC",
@@ -31,7 +31,7 @@ _COMMON: Final = (
 )
 _OPTIMISED: Final = ("-O3", "-w")
 # Every load and store calls a hook of ours; what a vectoriser makes of them, gathers and scatters, would call none.
-_HOOKED: Final = ("-O1", "-w", "-fsanitize=thread", "-fno-tree-vectorize", "-fno-tree-slp-vectorize")
+_HOOKED: Final = ("-O1", "-g1", "-w", "-fsanitize=thread", "-fno-tree-vectorize", "-fno-tree-slp-vectorize")
 
 
 def build(text: str, name: str, arch: str) -> Path:
@@ -47,11 +47,11 @@ def build(text: str, name: str, arch: str) -> Path:
 
     def commands(folder: Path | None) -> Commands:
         start = (*compiler.command, *flags)
-        compiled = (*start, *_HOOKED, "-I", str(RUNTIME), "-c", _SOURCE, "-o", f"{_SOURCE}.o")
-        linked = (*compiler.command, "-shared", f"{_SOURCE}.o", str((folder or Path()) / _OBJECT), "-o", LIBRARY)
+        compiled = (*start, *_HOOKED, "-I", str(RUNTIME), "-c", SOURCE, "-o", f"{SOURCE}.o")
+        linked = (*compiler.command, "-shared", f"{SOURCE}.o", str((folder or Path()) / _OBJECT), "-o", LIBRARY)
         return compiled, linked
 
-    work = Work(parts, _SOURCE, text, name, shlex.join(compiler.command), commands, runtime)
+    work = Work(parts, SOURCE, text, name, shlex.join(compiler.command), commands, runtime)
     return entry("emulation", work) / LIBRARY
 
 

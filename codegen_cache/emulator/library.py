@@ -29,6 +29,8 @@ class LaunchRecord(ctypes.Structure):
         ("policy", Policy),
         ("error", ctypes.c_char_p),
         ("overtaken_waits", ctypes.c_int64),
+        ("stack", ctypes.c_int64 * 24),
+        ("depth", ctypes.c_int32),
     ]
 
 
@@ -40,8 +42,8 @@ class EmulationLibrary:
     """The runtime's functions, in one translated source's library. Not for several threads at a time."""
 
     def __init__(self, path: Path) -> None:
-        self.library = load(path)
-        at = self.library.address
+        self.path = path
+        at = load(path).address
         self._open = _function(at("tw_open_tensor"), ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint64, ctypes.c_uint64)
         self._written = _function(at("tw_written"), ctypes.c_int, ctypes.c_int)
         self._close = _function(at("tw_close_tensors"), None)

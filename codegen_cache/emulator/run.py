@@ -6,6 +6,7 @@ import ctypes
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from tilewright.dsl.errors import EmulationError
 
 from .build import build
 from .library import Dim3, EmulationLibrary, LaunchRecord, library_at
+from .lines import line_of
 from .schedules import Policy, Schedule
 from .tensor_maps import EncodedMap, encode
 from .tensors import DeviceTensors, bound_names
@@ -101,8 +103,18 @@ def _launch(
     arguments = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(c) for c in cells))
     record = LaunchRecord(launch.kernel.encode(), arguments, Dim3(*grid), Dim3(*block), shared, policy)
     if library.launch(record):
-        raise failed(record.error.decode(errors="replace"))
+        raise failed(record.error.decode(errors="replace") + _place(library.path, source.text, record))
     return int(record.overtaken_waits)
+
+
+def _place(path: Path, text: str, record: LaunchRecord) -> str:
+    """The line of the source that a fault is in, to be added to its message; nothing where that cannot be found."""
+    number = line_of(path, list(record.stack[: record.depth]))
+    lines = text.splitlines()
+    if number is None or number > len(lines):
+        return ""
+    shown = lines[number - 1].strip()
+    return f"\n  line {number}: {shown if len(shown) <= 160 else shown[:157] + '...'}"
 
 
 Cell = ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float | ctypes.c_double | EncodedMap

@@ -68,6 +68,6 @@ def verdict(mutant: Mutant, right: Callable[[DeviceSource, int], bool]) -> str:
             if not right(mutant.source, schedule):
                 return "wrong"
         except EmulationError as e:
-            text = re.sub(r"^.*?block \([^)]*\)(, thread \d+)?: ", "", str(e))
+            text = re.sub(r"^.*?block \([^)]*\)(, thread \d+)?: ", "", str(e).partition("\n")[0])
             return text.partition(":")[0]
     return "redundant"

@@ -42,9 +42,10 @@ inline size_t stacks_bytes;
 // ---- races -----------------------------------------------------------------------------------------------------------------
 [[noreturn]] inline void report(const Region &r, size_t offset, const Access &a, const Conflict &c) {
   const Op other = c.with.atomic ? Op::Atomic : c.with_write ? Op::Write : Op::Read;
-  const std::string mine = agent_text(a.kind, a.op, a.index), theirs = agent_text(c.with.kind, other, c.with.index);
+  const std::string mine = agent_text(a.kind, a.op, a.index);
+  const std::string theirs = agent_text(c.with.kind, other, c.with.index);
   if (c.reason == Conflict::Unpublished)
-    fail("proxy: byte %zu of %s: %s uses what %s wrote, without fence.proxy.async between", offset, r.name.c_str(), mine.c_str(), theirs.c_str());
+    fail("proxy: byte %zu of %s: no fence.proxy.async between %s and %s", offset, r.name.c_str(), theirs.c_str(), mine.c_str());
   const char *where = c.with.block != block_number ? " in another block" : "";
   fail("race: byte %zu of %s: nothing orders %s after %s%s", offset, r.name.c_str(), mine.c_str(), theirs.c_str(), where);
 }
@@ -58,6 +59,8 @@ struct Unsettled {
   char before[64];
   Access access;
   Conflict conflict;
+  void *stack[24];
+  int depth;
 };
 inline Unsettled unsettled;
 
@@ -65,8 +68,11 @@ inline void settle_write() {
   if (!unsettled.region) return;
   Region &r = *unsettled.region;
   unsettled.region = nullptr;
-  if (memcmp(unsettled.before, r.base + unsettled.offset, unsettled.bytes))
+  if (memcmp(unsettled.before, r.base + unsettled.offset, unsettled.bytes)) {
+    memcpy(fault_stack, unsettled.stack, sizeof fault_stack);
+    fault_depth = unsettled.depth;
     report(r, unsettled.offset, unsettled.access, unsettled.conflict);
+  }
   for_each_cell(r.cells, unsettled.offset, unsettled.bytes, [&](Cell &c, uint16_t m) { enter(c, unsettled.access, m, true); });
 }
 
@@ -79,7 +85,12 @@ inline void check_order(Region &r, const char *p, size_t n, const Access &a) {
   if (found.reason) {
     const bool may_settle = found.reason == Conflict::Unordered && a.op == Op::Write && a.kind == kThread && n <= sizeof unsettled.before;
     if (!may_settle || found.with.kind != kThread || found.with.atomic) report(r, offset, a, found);
-    unsettled = {&r, offset, unsigned(n), {}, a, found};
+    unsettled.region = &r;
+    unsettled.offset = offset;
+    unsettled.bytes = unsigned(n);
+    unsettled.access = a;
+    unsettled.conflict = found;
+    unsettled.depth = backtrace(unsettled.stack, 24);
     memcpy(unsettled.before, p, n);
     return;
   }

@@ -13,6 +13,8 @@ struct Launch { // mirrored in run.py
   // answers
   const char *error;
   int64_t overtaken_waits;
+  int64_t stack[24]; // of the fault: return addresses as places in this library
+  int32_t depth;
 };
 
 static void on_signal(int signal) {
@@ -119,6 +121,7 @@ TW_API int tw_launch(Launch *l) {
   failed = false;
   current = nullptr;
   overtaken_waits = 0;
+  fault_depth = 0;
   unsettled.region = nullptr;
   open_memory(l->shared_bytes);
   {
@@ -128,5 +131,7 @@ TW_API int tw_launch(Launch *l) {
   close_memory();
   l->error = failed ? error_text : nullptr;
   l->overtaken_waits = overtaken_waits;
+  l->depth = fault_depth;
+  for (int i = 0; i < fault_depth; i++) l->stack[i] = (char *)fault_stack[i] - &__ehdr_start;
   return failed;
 }

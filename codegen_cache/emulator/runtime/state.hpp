@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstring>
 #include <deque>
+#include <execinfo.h>
 #include <string>
 #include <vector>
 
@@ -133,9 +134,13 @@ inline void yield() {
   tw_switch(&current->stack_pointer, scheduler_stack);
 }
 
+inline void *fault_stack[24]; // return addresses, the innermost first, for the host to find the line
+inline int fault_depth;
+
 // The first problem of a launch is kept; the launch ends.
 void fail(const char *format, ...) {
   if (!failed) {
+    if (current && !fault_depth) fault_depth = backtrace(fault_stack, 24);
     int n = snprintf(error_text, sizeof error_text, "block (%u, %u, %u)", running_block.x, running_block.y, running_block.z);
     if (current) n += snprintf(error_text + n, sizeof error_text - n, ", thread %d", current->linear);
     n += snprintf(error_text + n, sizeof error_text - n, ": ");
