@@ -6,7 +6,8 @@ from typing import Protocol
 
 from .algebra import substitute
 from .dtypes import DType, Kind, bf16
-from .emit_c_plan import POINTS, Group, Guarded, Plan
+from .emit_c_plan import POINTS, Group, Guarded
+from .emit_c_storage import Plan
 from .emit_c_values import Level, LoopNest, Tensor, Value, first_lane, spelled
 from .expr import Axes, Const, Elem, Expr, Iota, Op, Tile, walk
 from .isa import Isa

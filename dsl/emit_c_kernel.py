@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from .dtypes import Kind, bf16
 from .emit_c_groups import GroupPrinter
-from .emit_c_plan import Block, Group, Node, Plan, Product, Storage, plan_kernel
+from .emit_c_plan import Block, Group, Node, Product
 from .emit_c_products import ProductPrinter, panels_name
+from .emit_c_storage import Plan, Storage, plan_kernel
 from .emit_c_values import ELEMENTS, Level, LoopNest, Tensor
 from .expr import Expr
 from .isa import Isa

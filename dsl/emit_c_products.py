@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .dtypes import bf16
 from .emit_c_groups import Surroundings
-from .emit_c_plan import Panels, Storage, panel_words
+from .emit_c_storage import Panels, Storage, panel_words
 from .emit_c_values import ELEMENTS
 from .printer import show_stmt
 from .tile import Gemm
