@@ -6,6 +6,7 @@ cache. What a strip no longer needs gives its memory to what the strip makes nex
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -25,7 +26,7 @@ from .emit_c_plan import (
     walk_nodes,
 )
 from .expr import Axes, Const, Elem, Expr, Iota, Op, Tile
-from .loops import Alloc, Arg, Kernel, Store, Strip
+from .loops import Alloc, Arg, Kernel, Let, Store, Strip
 from .tile import Gemm, Map, Reduce
 
 ALIGNMENT = 64
@@ -45,6 +46,7 @@ class Storage:
     offset: int = 0
     pointers: Elem | None = None  # its rows are rows of this tensor, where they are
     stored: DType | None = None  # in this type
+    ahead: bool = False  # known for the next key tile as well: tiles of odd numbers lie behind those of even ones
 
     @property
     def ctype(self) -> str:
@@ -54,7 +56,8 @@ class Storage:
 
     @property
     def bytes(self) -> int:
-        return self.elements * (8 if self.pointers is not None else self.dtype.bits // 8)
+        one = self.elements * (8 if self.pointers is not None else self.dtype.bits // 8)
+        return 2 * one if self.ahead else one
 
     @property
     def row_bytes(self) -> int:
@@ -103,6 +106,10 @@ def plan_kernel(k: Kernel, args: dict[str, Arg], lanes: int, panel: int) -> Plan
         for t in k.tiles
         if t.name in needed
     }
+    for n in walk_nodes(nodes):
+        if isinstance(n, Block):
+            early = {t for g in addresses(n.body, made) for t in g.writes}
+            made |= {t: replace(made[t], ahead=True) for t in early if t in made}
     offset = 0
     storage: dict[str, Storage] = {}
     for shared in share_memory(nodes, made):
@@ -262,6 +269,28 @@ def linear(e: Expr, axis: str) -> Expr | None:
             return None if rest is None else add(a, rest)
         case _:
             return None
+
+
+def addresses(body: list[Node], tiles: Mapping[str, Storage]) -> list[Group]:
+    """What a loop over key tiles begins with to know where a tile's rows are, if that is all it does: page numbers,
+    entries of a list, pointers. These can be had for the next tile, whose rows are then prefetched.
+    """
+    out: list[Group] = []
+    known: set[str] = set()
+    for n in itertools.dropwhile(lambda n: isinstance(n, Let), body):
+        if not isinstance(n, Group) or not all(_is_address(i, tiles, known | n.writes) for i in n.items):
+            break
+        out.append(n)
+        known |= n.writes
+    pointers = any(t in tiles and tiles[t].pointers is not None for t in known)
+    return out if pointers else []
+
+
+def _is_address(i: Guarded, tiles: Mapping[str, Storage], known: set[str]) -> bool:
+    if not isinstance(i.stmt, Map) or i.guard is not None or not tiles_read(i.stmt) <= known:
+        return False
+    t = i.stmt.dst
+    return (t.axes == ("key",) and t.dtype.kind is Kind.INT) or (t.name in tiles and tiles[t.name].pointers is not None)
 
 
 # ---- memory that tiles share -----------------------------------------------------------------------------------------
