@@ -32,6 +32,7 @@ class Surroundings(Protocol):
     def in_strip(self) -> bool: ...
     @property
     def ahead(self) -> str | None: ...
+    def streams(self, tensor: str) -> bool: ...
     def product_after(self, g: Gemm) -> Gemm | None: ...
     @property
     def first_product(self) -> Gemm | None: ...
@@ -314,7 +315,9 @@ class GroupPrinter:
         at = f"{pointer} + {self.place[self.vector or '']}"
         x = nest.converted(v, dtype.kind, True)
         guard = "" if ok.text == "1" else f"if ({ok.text}) "
-        if self.lanes == "TW_LANES":
+        if self.lanes == "TW_LANES" and self.k.streams(s.tensor):
+            nest.inner.lines.append(f"{guard}tw_stream_{dtype.name}({at}, {x}, large_{s.tensor});")
+        elif self.lanes == "TW_LANES":
             nest.inner.lines.append(f"{guard}tw_store_{dtype.name}({at}, {x});")
         else:
             nest.inner.lines.append(f"{guard}tw_store_{dtype.name}_part({at}, {x}, {self.lanes});")

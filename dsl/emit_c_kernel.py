@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from .dtypes import Kind, bf16
+from .dtypes import Kind, bf16, f32
 from .emit_c_groups import GroupPrinter
 from .emit_c_plan import Block, Group, Node, Product
 from .emit_c_products import ProductPrinter, panels_name
@@ -13,7 +13,7 @@ from .emit_c_storage import Plan, Storage, addresses, plan_kernel
 from .emit_c_values import ELEMENTS, Level, LoopNest, Tensor
 from .expr import Expr
 from .isa import Isa
-from .loops import Arg, Best, For, If, Kernel, Let, Search, Strip
+from .loops import Arg, Best, For, If, Kernel, Let, Search, Store, Strip
 from .printer import show, show_stmt
 from .rewrite import statements
 from .tile import Gemm
@@ -23,9 +23,15 @@ class KernelPrinter:
     """One kernel's function."""
 
     def __init__(
-        self, kernel: Kernel, tensors: tuple[Arg, ...], sizes: tuple[str, ...], numbers: tuple[str, ...], isa: Isa
+        self,
+        kernel: Kernel,
+        tensors: tuple[Arg, ...],
+        workspaces: frozenset[str],
+        sizes: tuple[str, ...],
+        numbers: tuple[str, ...],
+        isa: Isa,
     ) -> None:
-        self.kernel, self.isa = kernel, isa
+        self.kernel, self.isa, self._workspaces = kernel, isa, workspaces
         self._all, self._sizes, self._numbers = tensors, sizes, numbers
         self.tensors = {a.name: Tensor(a, n) for n, a in enumerate(tensors)}
         self.plan: Plan = plan_kernel(kernel, {a.name: a for a in tensors}, isa.lanes, 2 * isa.lanes)
@@ -67,7 +73,13 @@ class KernelPrinter:
         self._after_rows = "tw_begin_products();" if tiles else ""
         if tiles and not self._says_rows():
             self._line(self._after_rows)
+        stored = dict.fromkeys(s.tensor for s in statements(k.body) if isinstance(s, Store))
+        streamed = [name for name in stored if self.streams(name)]
+        for name in streamed:
+            self._line(f"const bool large_{name} = {self._bytes(name)} >= TW_STREAMED; (void)large_{name};")
         self._nodes(self.plan.nodes)
+        if streamed:
+            self._line("tw_end_stream();")
         if tiles:
             self._line("tw_end_products();")
         return [*self._out, "}"]
@@ -105,6 +117,11 @@ class KernelPrinter:
             self._line(f"const int64_t s_{name} = args->sizes[{i}]; (void)s_{name};")
         for i, name in enumerate(self._numbers):
             self._line(f"const float s_{name} = (float)args->numbers[{i}]; (void)s_{name};")
+
+    def _bytes(self, tensor: str) -> str:
+        arg = self.tensors[tensor].arg
+        extents = (f"s_{n.partition(' + ')[0]}" if isinstance(n, str) else str(n) for n in arg.shape)
+        return f"{' * '.join(extents)} * {arg.dtype.bits // 8}"
 
     def _grid(self) -> None:
         """Heads outermost, so that threads share what they read; later row tiles first, which see more keys."""
@@ -286,6 +303,11 @@ class KernelPrinter:
     @property
     def in_strip(self) -> bool:
         return self._points[0] == "m0"
+
+    def streams(self, tensor: str) -> bool:
+        """Whether rows of a tensor go past the caches where it is large: results, which no kernel reads again."""
+        arg = self.tensors[tensor].arg
+        return tensor not in self._workspaces and arg.dtype in (f32, bf16)
 
     @property
     def ahead(self) -> str | None:
