@@ -5,17 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from struct import Struct
-from typing import Final
-
-from torch import Tensor
 
 from tilewright.dsl.scalars import Number
 
 from .native import Arguments
-from .native_checks import Look, Plan, look_function
+from .native_checks import Look, Plan, fill_function, look_function
 from .native_program import FAULT_WORDS, NativeProgram
-
-KEPT: Final = 64 << 10  # bytes of workspaces that a frame keeps
+from .workspaces import Room
 
 
 class Layout:
@@ -40,7 +36,7 @@ class Layout:
         source = runner.source
         self.look = look_function(runner.compiler) if plan.needed else None
         self.plan = plan
-        self.fills = [(i, a.fill) for i, a in enumerate(source.tensors[len(strides) :]) if a.fill is not None]
+        self.fill = fill_function(runner.compiler)
         self.strides = [s for each in strides for s in each]
         self.sizes = [int(sizes.get(n, 0)) for n in source.sizes]
 
@@ -83,7 +79,8 @@ class Frame:
         starts = (layout.data, layout.strides_at, layout.sizes_at, 0)
         self._arguments = Arguments(*map(address, starts))
         self.arguments = ctypes.addressof(self._arguments)
-        self._kept: tuple[list[int], list[Tensor]] | None = None
+        self._room: Room | None = None
+        self._base = 0
 
     def fine(self, values: list[object], addresses: Sequence[int]) -> bool:
         """Take a call's numbers and addresses; whether these, and the values there, are as they must be."""
@@ -98,24 +95,19 @@ class Frame:
         """What `fine` has found: the columns, then the bytes of a row."""
         return self._words[self._layout.columns : self._layout.fault]
 
-    def take(self, columns: list[int], workspaces: list[Tensor]) -> None:
-        """Workspaces for these columns. Small ones are kept for the next call of the same columns."""
-        words, layout = self._words, self._layout
-        for at, i in layout.column_sizes:
-            words[at] = columns[i]
-        strides = [s for t in workspaces for s in t.stride()]
-        words[layout.work : layout.work + len(workspaces)] = [t.data_ptr() for t in workspaces]
-        words[layout.work_strides : layout.sizes_at] = strides  # type: ignore[assignment]
-        small = sum(t.nbytes for t in workspaces) <= KEPT
-        self._kept = (columns, workspaces) if small else None
-
-    def kept(self, columns: list[int]) -> list[Tensor] | None:
-        """Workspaces as kernels find them, if the last ones were kept, and are of these columns."""
-        if self._kept is None or self._kept[0] != columns:
-            return None
-        for i, fill in self._layout.fills:
-            self._kept[1][i].fill_(fill)
-        return self._kept[1]
+    def place(self, room: Room, base: int) -> None:
+        """Workspaces in a block of memory at `base`, as kernels find them; their sizes are of the columns found."""
+        if room is not self._room or base != self._base:  # the same as in the last call, most times
+            words, layout = self._words, self._layout
+            for at, column in layout.column_sizes:
+                words[at] = words[layout.columns + column]
+            for at, start in enumerate(room.starts, layout.work):
+                words[at] = base + start
+            for at, stride in enumerate(room.strides, layout.work_strides):
+                words[at] = stride
+            self._room, self._base = room, base
+        for start, count, value in room.fills:
+            self._layout.fill(base + start, count, value)
 
     def fault(self) -> list[int] | None:
         """The fault that the program has met, if any; none is left."""

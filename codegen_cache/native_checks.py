@@ -23,7 +23,7 @@ from tilewright.dsl.spec import Listed, Spec
 from .bind import Bound
 from .checks import extent_bytes
 from .compilers import Compiler
-from .native import load
+from .native import NativeLibrary, load
 from .native_build import HEADERS, build
 
 # ---- the structures of checks.c --------------------------------------------------------------------------------------
@@ -76,14 +76,24 @@ class Look(ctypes.Structure):
 
 
 _LOOK: Final = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+_FILL: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
 
 
 @functools.cache
 def look_function(compiler: Compiler) -> Callable[[int], int]:
     """tw_look, of the address of a `Look`: 0 where all is fine."""
+    return _LOOK(_library(compiler).address("tw_look"))
+
+
+@functools.cache
+def fill_function(compiler: Compiler) -> Callable[[int, int, int], None]:
+    """tw_fill, of an address, how many 32-bit words to fill from there, and what each is to hold."""
+    return _FILL(_library(compiler).address("tw_fill"))
+
+
+def _library(compiler: Compiler) -> NativeLibrary:
     source = (HEADERS / "checks.c").read_text(encoding="utf-8")
-    library = load(build(source, "the checks of values", ISAS["portable"], compiler))
-    return _LOOK(library.address("tw_look"))
+    return load(build(source, "the checks of values", ISAS["portable"], compiler))
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------

@@ -18,8 +18,9 @@ from torch import Tensor
 from tilewright.dsl import knobs
 from tilewright.dsl.scalars import Number
 from tilewright.dsl.spec import Spec
-from tilewright.dsl.windows import bare_workspace, sizes_named
+from tilewright.dsl.windows import sizes_named
 
+from . import workspaces
 from .bind import Bound
 from .calls import Facts, Key, may_be_kept, names_of
 from .frames import Frame, Layout
@@ -125,6 +126,8 @@ class PreparedCall:
         strides = [{**tensors, **made}[n].stride() for n in args]
         self._layout = Layout(runner, plan, numbers, self._sizes, len(beside), strides)
         self._frames: list[Frame] = []
+        nothing: list[int] = []
+        self._room = nothing, workspaces.room_of([] if self._columns else self._workspaces, self._sizes)
 
     def run(self, own: list[Tensor], numbers: list[object], budget_bytes: int) -> dict[str, Tensor] | None:
         """The outputs; or None, and nothing is done."""
@@ -143,12 +146,17 @@ class PreparedCall:
             if not frame.fine(values, self._addresses([*map(Tensor.data_ptr, tensors)])):
                 return None if self._otherwise is None else self._otherwise.run(own, numbers, budget_bytes)
             if self._workspaces:
-                work = self._make_workspaces(frame, budget_bytes)
-                if work is None:
+                room = self._room_of(frame, budget_bytes)
+                if room is None:
                     return None
-            self._native.call(frame.arguments, self._threads or torch.get_num_threads())
-            if (fault := frame.fault()) is not None:
-                raise self._out_of_bounds(fault)
+                block = workspaces.take(room.size)
+                try:
+                    frame.place(room, block.data_ptr())
+                    self._call(frame)
+                finally:
+                    workspaces.give_back(block)
+            else:
+                self._call(frame)
         finally:
             self._frames.append(frame)
         for i, at in enumerate(self._copied, len(own) + len(self._fresh)):
@@ -166,18 +174,22 @@ class PreparedCall:
             values.append(number)
         return values
 
-    def _make_workspaces(self, frame: Frame, budget_bytes: int) -> list[Tensor] | None:
-        """Workspaces of all rows, as kernels find them; None if rows do not fit one window, as `row_windows` has it."""
+    def _room_of(self, frame: Frame, budget_bytes: int) -> workspaces.Room | None:
+        """Of workspaces for all rows; None if rows do not fit one window, as `row_windows` has it."""
         columns = frame.columns() if self._columns else []
         if columns and max(1, budget_bytes // max(1, columns[-1])) < self._rows:
             return None
-        if (kept := frame.kept(columns)) is not None:
-            return kept
-        sizes = {**self._sizes, **dict(zip(self._columns, columns, strict=False))}
-        with torch.inference_mode(False):  # kept ones may be filled again outside of it
-            made = [bare_workspace(w, sizes) for w in self._workspaces]
-        frame.take(columns, made)
-        return made
+        known, room = self._room
+        if known != columns:
+            sizes = {**self._sizes, **dict(zip(self._columns, columns, strict=False))}  # less the bytes of a row
+            room = workspaces.room_of(self._workspaces, sizes)
+            self._room = columns, room
+        return room
+
+    def _call(self, frame: Frame) -> None:
+        self._native.call(frame.arguments, self._threads or torch.get_num_threads())
+        if (fault := frame.fault()) is not None:
+            raise self._out_of_bounds(fault)
 
 
 def _without_memory(t: Tensor) -> Tensor:

@@ -188,3 +188,8 @@ EXPORT int tw_look(const struct look *l) {
   if (p->columns && !evaluate(&p->column[p->columns], l->columns, &l->columns[p->columns])) return LOOK_AGAIN;
   return FINE;
 }
+
+/* Workspaces as kernels find them: beside the checks, because prepared calls need both and load one library. */
+EXPORT void tw_fill(int32_t *words, int64_t count, int32_t value) {
+  for (int64_t i = 0; i < count; i++) words[i] = value;
+}
