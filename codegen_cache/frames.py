@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from struct import Struct
+from typing import Final
 
 from tilewright.dsl.scalars import Number
 
@@ -12,6 +13,9 @@ from .native import Arguments
 from .native_checks import Look, Plan, fill_function, look_function
 from .native_program import FAULT_WORDS, NativeProgram
 from .workspaces import Room
+
+# Multiplications. One core takes 5 us or so for as many, and as long passes until another has woken up.
+WORTH_A_THREAD: Final = 1 << 18
 
 
 class Layout:
@@ -34,7 +38,7 @@ class Layout:
         strides: of the program's arguments. Those of workspaces come when these are made.
         """
         source = runner.source
-        self.look = look_function(runner.compiler) if plan.needed else None
+        self.look = look_function(runner.compiler)
         self.plan = plan
         self.fill = fill_function(runner.compiler)
         self.strides = [s for each in strides for s in each]
@@ -48,7 +52,8 @@ class Layout:
         self.work_strides = self.strides_at + len(self.strides)
         self.sizes_at = self.strides_at + sum(len(a.shape) for a in source.tensors)
         self.columns = self.sizes_at + len(self.sizes)  # what the look finds
-        self.fault = self.columns + len(plan.columns) + 1
+        self.pairs = self.columns + len(plan.columns) + 1
+        self.fault = self.pairs + 1
         self.words = self.fault + FAULT_WORDS
 
         at = {n: i for i, n in enumerate(numbers)}
@@ -89,11 +94,16 @@ class Frame:
         layout.pack(self._words, 0, *ordered, *addresses)
         for at, i in layout.scalar_sizes:
             self._words[at] = values[i]  # type: ignore[call-overload]  # an integer
-        return layout.look is None or not layout.look(self._look_address)
+        return not layout.look(self._look_address)
 
     def columns(self) -> list[int]:
         """What `fine` has found: the columns, then the bytes of a row."""
-        return self._words[self._layout.columns : self._layout.fault]
+        return self._words[self._layout.columns : self._layout.pairs]
+
+    def threads(self, most: int) -> int:
+        """How many are worth their waking, which takes longer than all of a small call. At least one."""
+        cost = self._layout.plan.pair_cost
+        return min(most, 1 + self._words[self._layout.pairs] * cost // WORTH_A_THREAD) if cost else most
 
     def place(self, room: Room, base: int) -> None:
         """Workspaces in a block of memory at `base`, as kernels find them; their sizes are of the columns found."""

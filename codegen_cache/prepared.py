@@ -187,7 +187,8 @@ class PreparedCall:
         return room
 
     def _call(self, frame: Frame) -> None:
-        self._native.call(frame.arguments, self._threads or torch.get_num_threads())
+        threads = self._threads or torch.get_num_threads()
+        self._native.call(frame.arguments, threads if threads == 1 else frame.threads(threads))
         if (fault := frame.fault()) is not None:
             raise self._out_of_bounds(fault)
 
