@@ -38,29 +38,42 @@ def again(facts: Facts | None, budget_bytes: int) -> dict[str, Tensor] | None:
     return call.run(facts[1], facts[2], budget_bytes)
 
 
-def prepare(facts: Facts, spec: Spec, runner: object, bound: Bound, results: Mapping[str, Tensor]) -> None:
-    """Remember a call that has just been found in order, where calls like it can be made the fast way.
+def first(
+    facts: Facts | None, spec: Spec, runner: object, bound: Bound, results: Mapping[str, Tensor], budget_bytes: int
+) -> dict[str, Tensor] | None:
+    """Make a call whose shapes, dtypes, strides and devices are in order the fast way, and remember it for the next.
 
-    results: the outputs, by name, the caller's buffers among them.
+    results: tensors like the outputs, by name; of a buffer, the buffer.
+
+    None, and nothing is done, for a call that cannot be made so; and where its values may not be in order, or rows do
+    not fit one window. The ordinary way is for all of these.
     """
-    checked = knobs.VALIDATE.get()
-    if not isinstance(runner, NativeProgram) or not bound.rows or checked is True or knobs.DEBUG.get():
-        return
-    if not may_be_kept(facts):
-        return
-    if not {*names_of(facts[3])[0]} >= bound.tensors.keys():
-        return  # a layer under another number than a plain one
-    sure = not runner.program.checks_reads  # values that were looked at are all that the program could refuse
-    try:
-        call = PreparedCall(facts, spec, runner, bound, results, looks=checked is None, copies=not sure)
-        if checked is False and call.buffers and sure:
-            unseen = PreparedCall(facts, spec, runner, bound, results, looks=False, copies=True)
-            call = PreparedCall(facts, spec, runner, bound, results, looks=True, copies=False, otherwise=unseen)
-    except NotPlanned:
-        return
+    if facts is None or (call := _prepared(facts, spec, runner, bound, results)) is None:
+        return None
     if len(_CALLS) >= MOST:
         _CALLS.clear()
     _CALLS[facts[0]] = call
+    return call.run(facts[1], facts[2], budget_bytes)
+
+
+def _prepared(
+    facts: Facts, spec: Spec, runner: object, bound: Bound, results: Mapping[str, Tensor]
+) -> PreparedCall | None:
+    checked = knobs.VALIDATE.get()
+    if not isinstance(runner, NativeProgram) or not bound.rows or checked is True or knobs.DEBUG.get():
+        return None
+    if not may_be_kept(facts) or not {*names_of(facts[3])[0]} >= bound.tensors.keys():
+        return None  # a layer under another number than a plain one
+    sure = not runner.program.checks_reads  # values that were looked at are all that the program could refuse
+    try:
+        if checked is None or not sure:
+            return PreparedCall(facts, spec, runner, bound, results, looks=checked is None, copies=not sure)
+        unseen = PreparedCall(facts, spec, runner, bound, results, looks=False, copies=True)
+        if not unseen.buffers:
+            return unseen
+        return PreparedCall(facts, spec, runner, bound, results, looks=True, copies=False, otherwise=unseen)
+    except NotPlanned:
+        return None
 
 
 class PreparedCall:
@@ -115,15 +128,16 @@ class PreparedCall:
         self._plain = all(type(v) is float for v in facts[2]) and not any(self._integers)
         self._columns = [n for n, _ in program.columns]
         self._sizes: dict[str, Number] = {"row_lo": 0, "row_hi": bound.rows, "window_rows": bound.rows}
+        everything = {**tensors, **results, **made}
         for a in program.args:
-            self._sizes.update(sizes_named(a, {**tensors, **results}))
+            self._sizes.update(sizes_named(a, everything))
 
         # A frame's addresses: of what is only looked at, then what the program takes.
         beside = [n for n in own if n not in args or n in made]
         self._addresses = itemgetter(*(own[n] for n in beside), *(places[n] for n in args))
         at = {n: len(beside) + i for i, n in enumerate(args)} | {n: i for i, n in enumerate(beside)}
         plan = plan_of(spec, program, bound, tensors, at, self.buffers, checked=looks)
-        strides = [{**tensors, **made}[n].stride() for n in args]
+        strides = [everything[n].stride() for n in args]
         self._layout = Layout(runner, plan, numbers, self._sizes, len(beside), strides)
         self._frames: list[Frame] = []
         nothing: list[int] = []
