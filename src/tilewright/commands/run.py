@@ -53,7 +53,7 @@ def plan(inputs: Inputs, schedule_text: str | None, target: str | None) -> Plan:
     spec, name = inputs.spec, inputs.operator.name
     dtypes = {n: e.dtype for n, e in spec.outputs}
     bound = bind(name, spec, inputs.arguments, inputs.input_row_offsets, dtypes, {})
-    chosen = choose_target(name, target, bound.device)
+    chosen = choose_target(name, target, bound.device, spec)
     default = default_schedule(chosen, spec, bound.binding, bound.rows, bound.batch)
     return Plan(inputs, bound, chosen, read_schedule(schedule_text, default))
 
