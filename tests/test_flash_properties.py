@@ -21,6 +21,8 @@ import tilewright
 from tilewright.dsl import Paged, PerHead, Rows, Scalar, Tensor, dot, head, i32, kv_head, num_keys, op, seq, softmax
 from tilewright.dsl.schedule import Schedule
 
+pytestmark = pytest.mark.both_targets(slow=True)
+
 PAST, ROWS = (7, 0, 0, 21, 3), (5, 6, 0, 1, 2)
 
 

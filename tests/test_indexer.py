@@ -52,6 +52,8 @@ from tilewright.ops import PagedKVCache, PagedLeaf
 from tilewright.ops.indexer import mla_indexer
 from tilewright.ops.masks import mask_named
 
+pytestmark = pytest.mark.both_targets(slow=True)
+
 NAME = "mla_indexer_ragged_float8_paged"
 
 EVERY_SCHEDULE = each(
@@ -419,6 +421,7 @@ def test_illegal_schedules(schedule: Schedule, message: str, rng: np.random.Gene
     assert str(raised.value) == message
 
 
+@pytest.mark.interpreted("tells of statements")
 def test_statement_trace(rng: np.random.Generator) -> None:
     """An interpreter that tells of every statement gives the same indices, and tells of the choice, once per window."""
     data = scored(rng, [9, 0], [3, 2])
@@ -492,7 +495,7 @@ def operands(rows, keys):
     return q, torch.ones(rows, 2), torch.tensor([0, rows]), cache, 0
 
 
-small, large = operands(64, 4 * page), operands(rows, keys)
+small, large = operands(rows, 2 * rows), operands(rows, keys)  # of one program, which is made before
 mla_indexer_ragged_float8_paged(*small, top_k=16, scores_budget_bytes=budget)
 before = peak()
 out = mla_indexer_ragged_float8_paged(*large, top_k=16, scores_budget_bytes=budget)

@@ -49,6 +49,8 @@ from tilewright.dsl.schedule import Schedule
 from tilewright.ops import PagedKVCache
 from tilewright.ops.latent_attention import latent_sparse_attention
 
+pytestmark = pytest.mark.both_targets(slow=True)
+
 NAME = "latent_sparse_attention_ragged_paged"
 
 EVERY_SCHEDULE = each(
@@ -485,9 +487,9 @@ def test_illegal_schedules(schedule: Schedule, message: str, rng: np.random.Gene
     assert str(raised.value).startswith(message)
 
 
-def test_statement_trace(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.interpreted("tells of statements")
+def test_statement_trace(rng: np.random.Generator) -> None:
     """An interpreter that tells of every statement gives the same bits, and tells of both loops."""
-    monkeypatch.setenv("TILEWRIGHT_TARGET", "interpret")
     data = latent(rng, [9, 0], [3, 2], [7, 3])
     swa, comp = data.leaves(rng)
     schedule = Schedule(rows=1, keys=4, partitions=2)

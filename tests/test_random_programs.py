@@ -20,6 +20,8 @@ from tilewright import dsl
 from tilewright.dsl import Paged, PerHead, Rows, Scalar, Tensor, op
 from tilewright.dsl.schedule import Schedule
 
+pytestmark = pytest.mark.both_targets(slow=True)
+
 Text = st.SearchStrategy[str]
 
 
