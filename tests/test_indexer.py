@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.batches import F8
+from support.properties import property_test
 from support.reference import Ragged, assert_same_bits
 from support.running import each
 from support.selection import (
@@ -233,8 +233,7 @@ def cases(draw: st.DrawFn) -> tuple[Scored, Layout, int, int, Schedule, np.rando
 
 
 @pytest.mark.slow
-@settings(max_examples=80)
-@given(cases())
+@property_test(cases(), interpreted=80, native=40)
 def test_any_batch_agrees(case: tuple[Scored, Layout, int, int, Schedule, np.random.Generator]) -> None:
     """Lengths of 0 to 14, pools, ties, windows of rows that cut sequences, every schedule."""
     data, layout, k, budget, schedule, rng = case

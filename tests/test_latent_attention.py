@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.batches import F8
+from support.properties import property_test
 from support.reference import Ragged, assert_close, assert_same_bits
 from support.running import each
 from support.selection import (
@@ -192,8 +192,7 @@ SINKS = st.sampled_from([-inf, inf, 0.0]) | st.floats(-3, 3, width=32)
 
 
 @pytest.mark.slow
-@settings(max_examples=80)
-@given(cases())
+@property_test(cases(), interpreted=80, native=40)
 def test_any_batch_agrees(case: tuple[Latent, Layout, Layout, Schedule, np.random.Generator]) -> None:
     """Lengths of 0 to 12, any lists, sinks, dtypes of leaves, page sizes and schedules."""
     data, recent, listed, schedule, rng = case
