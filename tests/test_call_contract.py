@@ -29,6 +29,8 @@ from tilewright.dsl.schedule import Schedule
 from tilewright.ops import generic_flash_attention_kv_cache_ragged_sink
 from tilewright.ops.cache import PagedLeaf
 
+pytestmark = pytest.mark.both_targets
+
 ROWS, HEADS, DIM = 5, 2, 4
 OFFSETS = torch.tensor([0, 2, 5], dtype=torch.int32)
 
