@@ -226,6 +226,15 @@ def test_deadlock_names_the_barrier(body: str, text: str) -> None:
     assert text in fault(source, tensors)
 
 
+def test_endless_loop() -> None:
+    """A thread that waits for another one in a loop of its own is not waited for."""
+    tensors = numbers()
+    body = """
+  volatile float* flag = (volatile float*)shared;
+  if (tid == 0) while (*flag != 1.f) {}"""
+    assert fault(one_kernel("sm_80", body, tensors, shared=512), tensors).startswith("endless: ")
+
+
 def test_barrier_of_another_number_of_threads() -> None:
     tensors = numbers()
     body = "  tl::__sync_thread_partial(1, tid < 32 ? 64 : 96);"

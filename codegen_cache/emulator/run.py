@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from .tensor_maps import EncodedMap, encode
 from .tensors import DeviceTensors, bound_names
 from .translate import Translation, translate
 
-_LOCK: Final = threading.Lock()  # a library has one block running at a time
+_LOCK = threading.Lock()  # a library has one block running at a time
 
 
 @dataclass(frozen=True)
@@ -135,3 +135,12 @@ def _cell(arg: KernelArg, device: DeviceTensors, source: DeviceSource, names: Ma
         case "float64":
             return ctypes.c_double(value)
     return ctypes.c_int64(int(value))  # the low bytes, where the parameter is smaller
+
+
+def _new_lock() -> None:
+    """A forked child may find the lock held by a thread that it does not have."""
+    global _LOCK
+    _LOCK = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_new_lock)

@@ -348,9 +348,11 @@ CASES: dict[str, Case] = {
         dtype="float8_e4m3fn",
         transposed_b=True,
         through_shared=False,
-        archs=("sm_90a", "gfx942"),
+        archs=("sm_90a", "gfx942", "gfx950"),
     ),
-    "attention": Case(attention_program, attention_inputs, attention_expected, 1e-3),
+    "attention": Case(
+        attention_program, attention_inputs, attention_expected, 1e-3, archs=(*ARCHS, "sm_100a", "gfx950")
+    ),
     "gather": Case(gather_program, gather_inputs, gather_expected, 1e-5),
     "topk": Case(topk_program, topk_inputs, topk_expected, 0),
 }

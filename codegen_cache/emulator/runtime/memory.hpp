@@ -33,6 +33,7 @@ struct Region {
   bool holds(const void *p, size_t n) const { return (const char *)p >= base && (const char *)p + n <= base + bytes; }
 };
 
+constexpr long kAccesses = 1l << 26; // of one thread between two waits: seconds
 constexpr size_t kSharedReserve = 1ull << 30, kTensorReserve = 1ull << 34;
 inline Region dynamic_region, static_region;
 inline std::vector<Region> tensors;
@@ -127,6 +128,7 @@ inline void access(const void *p, size_t n, Op op) {
   if (size_t((const char *)p - stacks) < stacks_bytes) return;
   settle_write();
   if (!current) return;
+  if (++accesses > kAccesses) fail("endless: %ld accesses without a wait", kAccesses);
   if (dynamic_region.near(p)) return access_region(dynamic_region, p, n, own_access(op));
   if (static_region.near(p)) return access_region(static_region, p, n, own_access(op));
   if (Region *t = tensor_at(p)) return access_tensor(*t, p, n, own_access(op));

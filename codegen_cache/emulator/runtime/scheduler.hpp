@@ -186,6 +186,7 @@ inline bool run_warp(int w, int &left) { // every lane that can, up to where it 
     Fiber &f = fibers[backwards ? first + count - 1 - i : first + i];
     if (f.done || blocked(f)) continue;
     current = &f;
+    accesses = 0;
     const bool polls = f.wait == Wait::Polling;
     tw_switch(&scheduler_stack, f.stack_pointer);
     current = nullptr;

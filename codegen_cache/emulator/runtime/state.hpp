@@ -129,8 +129,10 @@ tw_switch:
   ret
 )");
 inline void settle_write(); // memory.hpp
+inline long accesses; // of the running thread since it went on
 inline void yield() {
   settle_write();
+  accesses = 0;
   tw_switch(&current->stack_pointer, scheduler_stack);
 }
 
