@@ -33,7 +33,7 @@ def compile_device(source: DeviceSource) -> DeviceCode:
     }
     name = source.launches[0].kernel if source.launches else source.arch
     work = Work(parts, tools.SOURCE, source.text, name, version, lambda _: commands)
-    folder = entry("device", work)
+    folder = entry("device-code", work)
     binary = folder / (hip.CODE_OBJECT if tools is hip else cuda.CUBIN)
     return DeviceCode(source.arch, version, binary, tools.resources(folder))
 
