@@ -37,7 +37,7 @@ from .checks import (
     one_of,
 )
 from .compilers import has_compiler
-from .prepared import again, prepare
+from .prepared import again, first
 from .programs import Ready, program_for
 from .validate import validate
 
@@ -126,12 +126,12 @@ def run(
     if partitions is not None:
         default = replace(default, partitions=partitions)
     ready = program_for(spec, operator.loc, bound.binding, schedule or default, chosen, check_finite=checked is True)
+    if (found := first(facts, spec, ready.runner, bound, results, budget_bytes)) is not None:
+        return found
     if checked is not False:
         validate(op, spec, ready.program, bound, offsets.to(torch.int64).numpy(), names)
     if bound.rows:
         _execute(op, ready, bound, offsets, results, set(given), checked, budget_bytes)
-    if facts is not None:
-        prepare(facts, spec, ready.runner, bound, results)
     return results
 
 

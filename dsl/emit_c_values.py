@@ -10,7 +10,8 @@ import numpy as np
 
 from .algebra import substitute
 from .dtypes import Kind
-from .emit_c_plan import POINTS, Storage, linear
+from .emit_c_plan import POINTS
+from .emit_c_storage import Storage, linear
 from .expr import Axes, Const, Elem, Expr, Iota, Op, Tile, Var, walk
 from .loops import Arg
 from .scalars import OPS

@@ -516,6 +516,7 @@ def test_parameters_named_like_lengths() -> None:
 # ---- windows of rows, threads ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.interpreted("sees every window made: native calls keep theirs, tests/test_scratch_memory.py")
 @pytest.mark.parametrize("heads_apart", [False, True])
 def test_windows_keep_to_the_budget(
     heads_apart: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch

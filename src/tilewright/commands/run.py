@@ -84,7 +84,7 @@ def timed(call: Callable[[], dict[str, Tensor]]) -> tuple[dict[str, Tensor], flo
 
 
 def trace(p: Plan, emit: Callable[[str], None], limit: int) -> tuple[Ran, int]:
-    """Run the target's nest once in the interpreter, showing the first `limit` executed statements; and how many were executed in all.
+    """Run the target's nest once in the interpreter, showing the first `limit` statements; and how many there were.
 
     A line has the author's place, the statement, and of the tile it made the extremes of its finite elements and how
     many are NaN. Loops, strips and branches themselves are left out: they would stand after their bodies.
