@@ -143,8 +143,8 @@ def test_worked_cases_under_sanitizers(tmp_path: Path, request: pytest.FixtureRe
     kept = Path(request.config.cache.mkdir("sanitized"))
     tests = Path(__file__).parent
     command = [
-        sys.executable, "-m", "pytest", "-q", "-x", "--capture=sys", "-n", "0", "-o", f"cache_dir={kept}", "--target", "cpu",
-        "-m", "not slow", "-k", CASES, *(str(tests / f) for f in FILES),
+        sys.executable, "-m", "pytest", "-q", "-x", "--capture=sys", "-n", "0", "-o", f"cache_dir={kept}",
+        "--target", "cpu", "-m", "not slow", "-k", CASES, *(str(tests / f) for f in FILES),
     ]  # fmt: skip
     environment = {
         **os.environ,
