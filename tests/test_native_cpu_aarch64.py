@@ -56,7 +56,7 @@ CASES = [
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("name", "stored"), [*CASES, ("mla_indexer", None)])
 def test_agrees_with_x86(name: str, schedule: str, stored: str | None, seed: int, tmp_path: Path) -> None:
-    """Products, packing, conversions of every type stored, exponentials and selection, in the portable spelling: but for
+    """Products, packing, conversions of every type stored, exponentials, selection, in the portable spelling; but for
     the rounding of products that only one of the two fuses with sums.
     """
     assert QEMU is not None
