@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -33,6 +34,7 @@ FLAGS: Final = (
 PRIMITIVES: Final = "primitives.o"
 PRECOMPILED: Final = "tilewright.h.gch"
 SYSTEM: Final = ("cc", "gcc", "clang")
+COMPILERS: Final = "cc, gcc or clang on PATH, a command in TILEWRIGHT_CC, or `pip install ziglang`"
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,23 @@ def find_compiler() -> Compiler | None:
     warning.
     """
     return _find(knobs.CC.get(), os.environ.get("PATH"))
+
+
+class NoCompilerWarning(RuntimeWarning):
+    """CPU tensors whose operators run in the interpreter, for want of a C compiler."""
+
+
+NOTICE: Final = f"no C compiler found, so operators run in the interpreter, which is far slower; expected {COMPILERS}"
+_NOTICES: Final = [NOTICE]
+
+
+def has_compiler() -> bool:
+    """Whether there is one. The first time that there is none, a NoCompilerWarning says what to install."""
+    if find_compiler() is not None:
+        return True
+    with suppress(IndexError):  # of two threads one takes the notice
+        warnings.warn(_NOTICES.pop(), NoCompilerWarning, stacklevel=2)
+    return False
 
 
 @functools.lru_cache(maxsize=16)

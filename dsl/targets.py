@@ -15,10 +15,12 @@ from .targets_cpu import native_schedule, score_width
 class Target:
     name: str
     device: str  # device type of the tensors it takes
+    compiled: bool = False  # needs a C compiler, and has no form for print() and breakpoint()
     isa: Isa | None = None  # what native code may use of this processor
 
 
-TARGETS: dict[str, Target] = {t.name: t for t in (Target("interpret", "cpu"), Target("cpu", "cpu"))}
+# In the order in which they are tried for tensors on a device: the last one takes everything.
+TARGETS: dict[str, Target] = {t.name: t for t in (Target("cpu", "cpu", compiled=True), Target("interpret", "cpu"))}
 
 
 def target_named(name: str) -> Target:
@@ -26,7 +28,7 @@ def target_named(name: str) -> Target:
     if name not in TARGETS:
         raise UnknownTarget(target=name, known=", ".join(TARGETS))
     found = TARGETS[name]
-    return replace(found, isa=best_isa()) if name == "cpu" else found
+    return replace(found, isa=best_isa()) if found.compiled else found
 
 
 def default_schedule(target: Target, spec: Spec, binding: Binding, rows: int, batch: int) -> Schedule:

@@ -141,11 +141,11 @@ void t_round_rows_bfloat16(const float *src, long ld, int rows, int width, uint1
   }                                                                                                                  \
   void t_dot_rows_##name(int rows, const float *a, long lda, const element *const *b, int n, int depth, float *c,    \
                          long ldc) {                                                                                 \
-    tw_dot_rows_##name(rows, a, lda, b, n, depth, c, ldc);                                                           \
+    tw_dot_rows_##name(rows, a, lda, b, n, depth, c, ldc, (const void *const *)b, n);                                \
   }                                                                                                                  \
   void t_combine_rows_##name(int rows, const float *a, long lda, const element *const *b, int lo, int hi, int width, \
                              float *c, long ldc, int accumulate) {                                                   \
-    tw_combine_rows_##name(rows, a, lda, b, lo, hi, width, c, ldc, accumulate);                                      \
+    tw_combine_rows_##name(rows, a, lda, b, lo, hi, width, c, ldc, accumulate, (const void *const *)b, hi);          \
   }
 PRODUCTS(float32, float)
 PRODUCTS(float32_float16, uint16_t)
@@ -167,11 +167,11 @@ int t_tiles_in_use(void) {
 #endif
 void t_dot_rows_bfloat16(int rows, const uint32_t *a, long lda, const uint16_t *const *b, int n, int depth, float *c,
                          long ldc) {
-  tw_dot_rows_bfloat16(rows, a, lda, b, n, depth, c, ldc);
+  tw_dot_rows_bfloat16(rows, a, lda, b, n, depth, c, ldc, (const void *const *)b, n);
 }
 void t_combine_rows_bfloat16(int rows, const uint16_t *p, long ldp, const uint16_t *const *b, int lo, int hi, int width,
                              float *c, long ldc, int accumulate) {
-  tw_combine_rows_bfloat16(rows, p, ldp, b, lo, hi, width, c, ldc, accumulate);
+  tw_combine_rows_bfloat16(rows, p, ldp, b, lo, hi, width, c, ldc, accumulate, (const void *const *)b, hi);
 }
 #endif
 
