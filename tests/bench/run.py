@@ -156,8 +156,8 @@ def _explained(threads: int, limits: Limits) -> str:
 
 _HOW = """\
 {clock} per call, medians over interleaved rounds; spread is interquartile range / median. "ours is 2x": twice as fast
-as that method, the median of the rounds' ratios. Other jobs may share this machine: CPU time is safe from preemption, not
-from their use of caches and memory; wall time is safe from neither. Limits measured now, the best of half a second:
+as that method, the median of the rounds' ratios. Other jobs may share this machine: CPU time is safe from preemption,
+not from their use of caches and memory; wall time is safe from neither. Limits measured now, the best of half a second:
 {limits}. The peak of bfloat16 is the faster of FMA and vdpbf16ps.
 """
 

