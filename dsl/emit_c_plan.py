@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from .algebra import add
+from .algebra import linear
 from .dtypes import DType, Kind, bf16, f32
-from .expr import Axes, Const, Elem, Expr, Iota, Op, Tile, ordered, walk
+from .expr import Axes, Elem, Expr, Tile, ordered, walk
 from .loops import Alloc, Arg, Best, For, If, Kernel, Let, Search, Store, Strip
 from .passes_strip import is_product
 from .rewrite import Body, expressions
@@ -361,18 +361,3 @@ def _pointers(name: str, nodes: list[Node], args: dict[str, Arg]) -> Elem | None
 
 def _written(i: Guarded) -> set[str]:
     return set() if isinstance(i.stmt, Store) else {i.stmt.dst.name}
-
-
-def linear(e: Expr, axis: str) -> Expr | None:
-    """The rest of e where e = rest + i_axis; None where it is anything else."""
-    match e:
-        case Iota(a) if a == axis:
-            return Const(0)
-        case Op("add", (a, b)) if axis in a.axes and axis not in b.axes:
-            rest = linear(a, axis)
-            return None if rest is None else add(rest, b)
-        case Op("add", (a, b)) if axis in b.axes and axis not in a.axes:
-            rest = linear(b, axis)
-            return None if rest is None else add(a, rest)
-        case _:
-            return None

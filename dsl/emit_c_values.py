@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .algebra import substitute
+from .algebra import linear, substitute
 from .dtypes import Kind
-from .emit_c_plan import POINTS, Storage, linear
+from .emit_c_plan import POINTS, Storage
 from .expr import Axes, Const, Elem, Expr, Iota, Op, Tile, Var, walk
 from .loops import Arg
 from .scalars import OPS
