@@ -51,9 +51,9 @@ def choose_target(op: str, target: str | None, device: torch.device) -> Target:
             raise ArgumentDeviceError(op=op, argument="every tensor of the call", got=device, expected=expected)
         return chosen
     for t in TARGETS.values():
-        if t.device == device.type:
+        if t.device == device.type and t.gpu is None:
             return t
-    known = ", ".join(sorted({t.device for t in TARGETS.values()}))
+    known = ", ".join(sorted({t.device for t in TARGETS.values() if t.gpu is None}))
     raise ArgumentDeviceError(
         op=op, argument="every tensor of the call", got=device, expected=f"a device with a target: {known}"
     )
