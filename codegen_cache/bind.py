@@ -22,7 +22,15 @@ from tilewright.dsl.errors import (
 from tilewright.dsl.schedule import Binding, LeafBinding
 from tilewright.dsl.spec import Declared, ParamKind, Spec
 
-from .checks import as_tensor, expect_dtype, expect_rank, expect_same_device, expect_shape
+from .checks import (
+    INDEX_DTYPES,
+    SCALE_DTYPES,
+    as_tensor,
+    expect_dtype,
+    expect_rank,
+    expect_same_device,
+    expect_shape,
+)
 
 
 class Leaf(Protocol):
@@ -194,6 +202,8 @@ def _leaf(op: str, shown: str, p: Declared, value: object, bound: Bound, sizes: 
     bound.leaves[p.name] = leaf
     fields: dict[str, Tensor | None] = {n: getattr(leaf, a) for n, a in LEAF_TENSORS.items()}
     bound.tensors.update({f"{p.name}_{n}": t for n, t in fields.items() if t is not None})
+    expect_rank(op, f"{shown}.keys", leaf.keys, "pages", "page_size", "kv_heads", "head_dim")
+    expect_rank(op, f"{shown}.lookup_table", leaf.lookup_table, "batch", "max_pages")
     if leaf.keys.device != bound.device:
         expect_same_device(op, shown, leaf.keys, "input_row_offsets", torch.empty(0, device=bound.device))
     if p.dtype is not None:
@@ -206,6 +216,7 @@ def _leaf(op: str, shown: str, p: Declared, value: object, bound: Bound, sizes: 
     elif p.value_axes != p.axes:
         raise ArgumentError(op=op, argument=shown, got="holds keys only (kv_dim 1)", expected="keys and values")
     granularity = leaf.quantization_granularity if leaf.key_scales is not None else None
+    _expect_beside_keys(op, shown, leaf, granularity)
     if (
         granularity is None and dtype_of(leaf.keys).bits == 8 and p.dtype is None
     ):  # declared so, what is stored is meant
@@ -213,3 +224,25 @@ def _leaf(op: str, shown: str, p: Declared, value: object, bound: Bound, sizes: 
     return LeafBinding(
         leaf.keys.shape[1], leaf.keys.shape[2], dtype_of(leaf.keys), leaf.values is not None, granularity
     )
+
+
+def _expect_beside_keys(op: str, shown: str, leaf: Leaf, granularity: int | None) -> None:
+    """A leaf's other tensors are as its keys say: one page number, slot and head is read from all of them."""
+    pages, page_size, kv_heads = leaf.keys.shape[:3]
+    place = {"pages": pages, "page_size": page_size, "kv_heads": kv_heads}
+    for name in ("lookup_table", "cache_lengths"):
+        expect_dtype(op, f"{shown}.{name}", getattr(leaf, name), INDEX_DTYPES)
+    if leaf.values is not None:
+        expect_shape(op, f"{shown}.values", leaf.values, **place, value_dim=None)
+        expect_dtype(op, f"{shown}.values", leaf.values, (leaf.keys.dtype,), "as its keys")
+    scaled = {"key_scales": (leaf.keys, leaf.key_scales), "value_scales": (leaf.values, leaf.value_scales)}
+    for name, (rows, scales) in scaled.items():
+        if granularity is None or rows is None:
+            continue
+        if scales is None:
+            raise ArgumentError(op=op, argument=f"{shown}.{name}", got="is None", expected="scales, as its keys have")
+        expect_shape(op, f"{shown}.{name}", scales, **place, granules=-(-rows.shape[3] // granularity))
+        expect_dtype(op, f"{shown}.{name}", scales, SCALE_DTYPES)
+    for name in LEAF_TENSORS.values():
+        if (t := getattr(leaf, name)) is not None and t.device != leaf.keys.device:
+            expect_same_device(op, f"{shown}.{name}", t, f"{shown}.keys", leaf.keys)

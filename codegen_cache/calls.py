@@ -37,8 +37,11 @@ _SETTINGS: Final = frozenset(
     {NoneType, bool, int, str, type, tuple, torch.dtype, FunctionType, DType, Schedule, Operator}
 )
 _CONSTANTS: Final = frozenset({NoneType, bool, int, str, FunctionType})
+_KNOWN: Final = _SETTINGS | {Tensor, torch.nn.Parameter}  # any other class of tensors may do as it likes
+_TENSOR, _PAGED = ParamKind.TENSOR, ParamKind.PAGED  # members of an Enum are slow to get at
 _of_tensor = attrgetter("is_cpu", "dtype", "shape")
-_leaf_tensors = attrgetter(*LEAF_TENSORS.values())
+_of_leaf = attrgetter(*LEAF_TENSORS.values())
+_granularity = attrgetter("quantization_granularity")
 _NOTHING: Final[Named] = {}
 
 
@@ -48,62 +51,54 @@ def facts_of(settings: Key, given: Given) -> Facts | None:
     settings: what decides, beside the arguments, how they are checked and what is run; and the arguments' names, where
     these are not always the same.
 
-    None for what is refused on sight, and for settings that might change under the same key.
+    None for what is refused on sight, and for some settings that might change under the same key (`may_be_kept`).
+
+    Every call pays for this: it asks each tensor once, for what may change under the same object. Tensors are resized
+    and given other memory in place, so that all of it may.
     """
-    types = tuple(map(type, settings))
-    if not _SETTINGS.issuperset(types):
-        return None
     tensors, leaves, numbers, buffers = given
-    key: list[object] = [settings, types, knobs.environment()]
-    own: list[Tensor] = []
+    objects = [*tensors.values(), *buffers.values()]
+    kinds: list[object] = []  # of leaves and of numbers
     values: list[object] = []
     try:
-        for n, t in tensors.items():
-            if type(t) is Tensor:
-                own.append(t)
-            else:
-                _add(n, t, key, own)
-        for n, leaf in leaves.items():
-            if leaf is None:
-                key.append(n)
-                continue
-            key += (type(leaf), leaf.quantization_granularity)  # type: ignore[attr-defined]  # or AttributeError
-            for n, t in zip(LEAF_TENSORS, _leaf_tensors(leaf), strict=True):
-                if type(t) is Tensor:
-                    own.append(t)
-                elif isinstance(t, np.ndarray):  # of a leaf made by hand
-                    return None
-                else:
-                    _add(n, t, key, own)
-        for n, t in buffers.items():
-            if not is_writable(t):
+        for leaf in leaves.values():
+            kinds.append(type(leaf))
+            if leaf is not None:
+                objects += _of_leaf(leaf)
+                settings += (_granularity(leaf),)
+        types = (*map(type, settings), *map(type, objects))
+        if not _KNOWN.issuperset(types):
+            _take_arrays(objects, given)
+            types = (*map(type, settings), *map(type, objects))
+            if not _KNOWN.issuperset(types):
                 return None
-            _add(n, t, key, own)
         for v in numbers.values():
-            if v is None:
-                key.append(None)
-                continue
             number = v if type(v) is float else _number(v)
-            key.append(type(number))  # decides whether it is a number; which one is a matter of the call
-            values.append(number)
-        key += map(_of_tensor, own)
-        key += map(Tensor.stride, own)
-    except (ArgumentError, AttributeError, RuntimeError):  # not a tensor, not a leaf, a tensor without strides
+            kinds.append(type(number))  # decides whether it is a number; which one is a matter of the call
+            if number is not None:
+                values.append(number)
+        own: list[Tensor] = [t for t in objects if t is not None]  # type: ignore[misc]  # or AttributeError
+        metadata = (*map(_of_tensor, own), *map(Tensor.stride, own))
+    except (ArgumentError, AttributeError, RuntimeError, TypeError):  # no leaf, no tensor, a tensor without strides
         return None
-    return tuple(key), own, values, given
+    return (types, settings, knobs.environment(), *kinds, *metadata), own, values, given
 
 
-def _add(name: str, t: object, key: list[object], own: list[Tensor]) -> None:
-    if type(t) is Tensor:
-        own.append(t)
-    elif t is None:
-        key.append(name)
-    elif type(t) is torch.nn.Parameter:  # any other class of tensors may do as it likes
-        own.append(t)
-    elif isinstance(t, np.ndarray):
-        own.append(as_tensor("", name, t))
-    else:
-        raise AttributeError(name)
+def may_be_kept(facts: Facts) -> bool:
+    """Whether settings are of types that stay as they are. Types stand first in a key, so that none is compared with
+    settings of others.
+    """
+    _, settings, *_ = facts[0]
+    return isinstance(settings, tuple) and _SETTINGS.issuperset(map(type, settings))
+
+
+def _take_arrays(objects: list[object], given: Given) -> None:
+    """Arrays become tensors on the same memory, but those of leaves, and none where a buffer is read-only."""
+    tensors, _, _, buffers = given
+    if all(map(is_writable, buffers.values())):
+        for i, v in enumerate(objects[: len(tensors) + len(buffers)]):
+            if isinstance(v, np.ndarray):
+                objects[i] = as_tensor("", "", v)
 
 
 def _number(v: object) -> object:
@@ -133,18 +128,21 @@ def facts_of_run(
     kinds = operator.kinds
     if not kinds.keys() >= arguments.keys():
         return None
-    tensors = {n: v for n, v in arguments.items() if kinds[n] is ParamKind.TENSOR}
-    leaves = {n: v for n, v in arguments.items() if kinds[n] is ParamKind.PAGED}
-    numbers = {n: v for n, v in arguments.items() if kinds[n] is ParamKind.SCALAR}
+    tensors: dict[str, object] = {"offsets": offsets}
+    leaves: dict[str, object] = {}
+    numbers: dict[str, object] = {}
+    for n, v in arguments.items():
+        kind = kinds[n]
+        (tensors if kind is _TENSOR else leaves if kind is _PAGED else numbers)[n] = v
     settings = (operator, schedule, partitions, target, *counts, *named)
-    return facts_of(settings, ({"offsets": offsets, **tensors}, leaves, numbers, outputs))
+    return facts_of(settings, (tensors, leaves, numbers, outputs))
 
 
 def names_of(given: Given) -> tuple[list[str], list[str]]:
     """What kernels call a call's tensors, and its numbers."""
     tensors, leaves, numbers, buffers = given
-    names = [n for n, t in tensors.items() if t is not None]
+    names = [n for n, t in (*tensors.items(), *buffers.items()) if t is not None]
     for n, leaf in leaves.items():
         if leaf is not None:
             names += (f"{n}_{x}" for x, a in LEAF_TENSORS.items() if getattr(leaf, a) is not None)
-    return [*names, *(n for n, t in buffers.items() if t is not None)], [n for n, v in numbers.items() if v is not None]
+    return names, [n for n, v in numbers.items() if v is not None]

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -33,6 +34,7 @@ FLAGS: Final = (
 PRIMITIVES: Final = "primitives.o"
 PRECOMPILED: Final = "tilewright.h.gch"
 SYSTEM: Final = ("cc", "gcc", "clang")
+COMPILERS: Final = "cc, gcc or clang on PATH, a command in TILEWRIGHT_CC, or `pip install ziglang`"
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Compiler:
         return bodies, header
 
 
-class _Broken(Exception):
+class Broken(Exception):
     """A command that cannot say its version."""
 
 
@@ -114,18 +116,35 @@ def find_compiler() -> Compiler | None:
     return _find(knobs.CC.get(), os.environ.get("PATH"))
 
 
+class NoCompilerWarning(RuntimeWarning):
+    """CPU tensors whose operators run in the interpreter, for want of a C compiler."""
+
+
+NOTICE: Final = f"no C compiler found, so operators run in the interpreter, which is far slower; expected {COMPILERS}"
+_NOTICES: Final = [NOTICE]
+
+
+def has_compiler() -> bool:
+    """Whether there is one. The first time that there is none, a NoCompilerWarning says what to install."""
+    if find_compiler() is not None:
+        return True
+    with suppress(IndexError):  # of two threads one takes the notice
+        warnings.warn(_NOTICES.pop(), NoCompilerWarning, stacklevel=2)
+    return False
+
+
 @functools.lru_cache(maxsize=16)
 def _find(asked: str | None, path: str | None) -> Compiler | None:
     """`path` is there for the cache: another PATH has other compilers."""
     if asked is not None:
         try:
-            return _compiler(tuple(shlex.split(asked)))
-        except (ValueError, _Broken) as e:
+            return compiler_at(tuple(shlex.split(asked)))
+        except (ValueError, Broken) as e:
             raise BadEnvironment(name=knobs.CC.name, value=asked, expected=f"a C compiler: {e}") from None
     for command in _candidates():
         try:
-            return _compiler(command)
-        except _Broken as e:
+            return compiler_at(command)
+        except Broken as e:
             warnings.warn(f"C compiler passed over: {e}", RuntimeWarning, stacklevel=3)
     return None
 
@@ -136,11 +155,12 @@ def _candidates() -> list[tuple[str, ...]]:
     return [*found, *zig]
 
 
-def _compiler(command: tuple[str, ...]) -> Compiler:
+def compiler_at(command: tuple[str, ...]) -> Compiler:
+    """The compiler that a command runs. Raises Broken where it cannot say its version."""
     if not command or (program := shutil.which(command[0])) is None:
-        raise _Broken(f"{command[0] if command else 'nothing'} is not a program")
+        raise Broken(f"{command[0] if command else 'nothing'} is not a program")
     command = (program, *command[1:])  # as found now, whatever PATH says later
-    zig = command[-1] == "cc" and "zig" in Path(command[-2:][0]).name
+    zig = command[-1] in ("cc", "c++") and "zig" in Path(command[-2:][0]).name
     answer = _answer((*command[:-1], "version") if zig else (*command, "--version"))
     return Compiler(command, f"zig {answer}" if zig else answer)
 
@@ -153,9 +173,9 @@ def _answer(command: tuple[str, ...]) -> str:
             command, capture_output=True, text=True, errors="replace", timeout=60, stdin=subprocess.DEVNULL
         )
     except (OSError, subprocess.TimeoutExpired) as e:
-        raise _Broken(f"{shown}: {e}") from None
+        raise Broken(f"{shown}: {e}") from None
     lines = done.stdout.split("\n")
     if done.returncode or not lines[0]:
         said = (done.stderr.strip().split("\n")[0] or "nothing").strip()
-        raise _Broken(f"{shown} ended with status {done.returncode} and said {said}")
+        raise Broken(f"{shown} ended with status {done.returncode} and said {said}")
     return lines[0].strip()

@@ -7,20 +7,22 @@ from collections.abc import Mapping, Sequence
 from struct import Struct
 from typing import Final
 
-from torch import Tensor
-
-from tilewright.dsl.loops import Arg
 from tilewright.dsl.scalars import Number
 
 from .native import Arguments
-from .native_checks import Look, Plan, look_function
+from .native_checks import Look, Plan, fill_function, look_function
 from .native_program import FAULT_WORDS, NativeProgram
+from .workspaces import Room
 
-KEPT: Final = 64 << 10  # bytes of workspaces that a frame keeps
+# Multiplications. One core takes 5 us or so for as many, and as long passes until another has woken up.
+WORTH_A_THREAD: Final = 1 << 18
 
 
 class Layout:
-    """Where the words of a frame are, in this order, and those that stay as they are: strides and sizes."""
+    """Where the words of a frame are, in this order, and those that stay as they are: strides and sizes.
+
+    Each call packs the first of them, as far as the addresses of the program's arguments. Those of workspaces follow.
+    """
 
     def __init__(
         self,
@@ -31,31 +33,37 @@ class Layout:
         beside: int,
         strides: Sequence[Sequence[int]],
     ) -> None:
-        """numbers: of the call, by name. beside: how many addresses are looked at beside those the program takes."""
+        """numbers: of the call, by name. beside: how many addresses are looked at beside those the program takes.
+
+        strides: of the program's arguments. Those of workspaces come when these are made.
+        """
         source = runner.source
-        self.look = look_function(runner.compiler) if plan.needed else None
+        self.look = look_function(runner.compiler)
         self.plan = plan
+        self.fill = fill_function(runner.compiler)
         self.strides = [s for each in strides for s in each]
         self.sizes = [int(sizes.get(n, 0)) for n in source.sizes]
 
         self.scalars = len(source.numbers)  # after the program's numbers, the plan's scalars
         self.looked = self.scalars + len(plan.scalars)  # addresses
-        self.data = self.looked + beside  # of which the program takes those from here on, and one for its fault
+        self.data = self.looked + beside  # of which the program takes those from here on
+        self.work = self.data + len(strides)  # and those of its workspaces, and one for its fault
         self.strides_at = self.data + len(source.tensors) + 1
-        self.sizes_at = self.strides_at + len(self.strides)
+        self.work_strides = self.strides_at + len(self.strides)
+        self.sizes_at = self.strides_at + sum(len(a.shape) for a in source.tensors)
         self.columns = self.sizes_at + len(self.sizes)  # what the look finds
-        self.fault = self.columns + len(plan.columns) + 1
+        self.pairs = self.columns + len(plan.columns) + 1
+        self.fault = self.pairs + 1
         self.words = self.fault + FAULT_WORDS
 
         at = {n: i for i, n in enumerate(numbers)}
         order = [at[n] for n in (*source.numbers, *plan.scalars)]
         self.order = None if order == list(range(len(numbers))) else order  # None: all numbers, as they come
-        form = f"={self.scalars}d{len(plan.scalars)}q{beside + len(source.tensors)}Q"
+        form = f"={self.scalars}d{len(plan.scalars)}q{beside + len(strides)}Q"
         self.pack = Struct(form).pack_into
         self.scalar_sizes = [(self.sizes_at + i, at[n]) for i, n in enumerate(source.sizes) if n in at]
-        self.window_sizes = [
-            (self.sizes_at + i, n) for i, n in enumerate(source.sizes) if n not in at and n not in sizes
-        ]
+        column = {n: i for i, n in enumerate(plan.columns)}
+        self.column_sizes = [(self.sizes_at + i, column[n]) for i, n in enumerate(source.sizes) if n in column]
 
 
 class Frame:
@@ -64,7 +72,7 @@ class Frame:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._words = words = (ctypes.c_int64 * layout.words)()
-        words[layout.strides_at : layout.sizes_at] = layout.strides  # type: ignore[assignment]  # integers do
+        words[layout.strides_at : layout.work_strides] = layout.strides  # type: ignore[assignment]  # integers do
         words[layout.sizes_at : layout.columns] = layout.sizes  # type: ignore[assignment]
 
         def address(at: int) -> int:
@@ -76,8 +84,8 @@ class Frame:
         starts = (layout.data, layout.strides_at, layout.sizes_at, 0)
         self._arguments = Arguments(*map(address, starts))
         self.arguments = ctypes.addressof(self._arguments)
-        self.sizes: dict[str, int] = {}  # those that a window gives
-        self._kept: tuple[dict[str, int], list[Tensor]] | None = None
+        self._room: Room | None = None
+        self._base = 0
 
     def fine(self, values: list[object], addresses: Sequence[int]) -> bool:
         """Take a call's numbers and addresses; whether these, and the values there, are as they must be."""
@@ -86,38 +94,30 @@ class Frame:
         layout.pack(self._words, 0, *ordered, *addresses)
         for at, i in layout.scalar_sizes:
             self._words[at] = values[i]  # type: ignore[call-overload]  # an integer
-        return layout.look is None or not layout.look(self._look_address)
+        return not layout.look(self._look_address)
 
     def columns(self) -> list[int]:
         """What `fine` has found: the columns, then the bytes of a row."""
-        return self._words[self._layout.columns : self._layout.fault]
+        return self._words[self._layout.columns : self._layout.pairs]
 
-    def fill(self, places: list[int], made: list[Tensor]) -> None:
-        """Put in what was made for the call, and the sizes of its window."""
-        words, first = self._words, self._layout.looked
-        for at, t in zip(places, made, strict=True):
-            words[first + at] = t.data_ptr()
-        for at, n in self._layout.window_sizes:
-            words[at] = self.sizes[n]
+    def threads(self, most: int) -> int:
+        """How many are worth their waking, which takes longer than all of a small call. At least one."""
+        cost = self._layout.plan.pair_cost
+        return min(most, 1 + self._words[self._layout.pairs] * cost // WORTH_A_THREAD) if cost else most
 
-    def set_strides(self, start: int, strides: Sequence[int]) -> None:
-        """Those of a tensor whose shape depends on the window; `start` counts all strides before."""
-        for at, stride in enumerate(strides, self._layout.strides_at + start):
-            self._words[at] = stride
-
-    def keep(self, workspaces: list[Tensor]) -> None:
-        """Keep small ones for the next call of the same window."""
-        small = sum(t.nbytes for t in workspaces) <= KEPT
-        self._kept = (self.sizes, workspaces) if small else None
-
-    def kept(self, args: Sequence[Arg]) -> list[Tensor] | None:
-        """Workspaces as kernels find them, if some of the right sizes were kept."""
-        if self._kept is None or self._kept[0] != self.sizes:
-            return None
-        for a, t in zip(args, self._kept[1], strict=True):
-            if a.fill is not None:
-                t.fill_(a.fill)
-        return self._kept[1]
+    def place(self, room: Room, base: int) -> None:
+        """Workspaces in a block of memory at `base`, as kernels find them; their sizes are of the columns found."""
+        if room is not self._room or base != self._base:  # the same as in the last call, most times
+            words, layout = self._words, self._layout
+            for at, column in layout.column_sizes:
+                words[at] = words[layout.columns + column]
+            for at, start in enumerate(room.starts, layout.work):
+                words[at] = base + start
+            for at, stride in enumerate(room.strides, layout.work_strides):
+                words[at] = stride
+            self._room, self._base = room, base
+        for start, count, value in room.fills:
+            self._layout.fill(base + start, count, value)
 
     def fault(self) -> list[int] | None:
         """The fault that the program has met, if any; none is left."""

@@ -36,13 +36,17 @@ from .checks import (
     is_writable,
     one_of,
 )
-from .prepared import again, prepare
+from .compilers import has_compiler
+from .prepared import again, first
 from .programs import Ready, program_for
 from .validate import validate
 
 
-def choose_target(op: str, target: str | None, device: torch.device) -> Target:
-    """The target a call runs on: TILEWRIGHT_INTERPRET, else `target`, else TILEWRIGHT_TARGET, else by device."""
+def choose_target(op: str, target: str | None, device: torch.device, spec: Spec) -> Target:
+    """The target a call runs on: TILEWRIGHT_INTERPRET, else `target`, else TILEWRIGHT_TARGET, else by device.
+
+    By device it is the first that can run the operator on this machine. One that is named is never replaced.
+    """
     named = "interpret" if knobs.INTERPRET.get() else target or knobs.TARGET.get()
     if named is not None:
         chosen = target_named(named)
@@ -51,8 +55,8 @@ def choose_target(op: str, target: str | None, device: torch.device) -> Target:
             raise ArgumentDeviceError(op=op, argument="every tensor of the call", got=device, expected=expected)
         return chosen
     for t in TARGETS.values():
-        if t.device == device.type and t.gpu is None:
-            return t
+        if t.device == device.type and t.gpu is None and not (t.compiled and (spec.probes or not has_compiler())):
+            return target_named(t.name)
     known = ", ".join(sorted({t.device for t in TARGETS.values() if t.gpu is None}))
     raise ArgumentDeviceError(
         op=op, argument="every tensor of the call", got=device, expected=f"a device with a target: {known}"
@@ -113,7 +117,7 @@ def run(
     given = {n: as_tensor(op, names.get(n, n), t) for n, t in (outputs or {}).items() if t is not None}
     dtypes = {n: _output_dtype(op, names.get(n, n), n, e.dtype, given, output_dtypes or {}) for n, e in spec.outputs}
     bound = bind(op, spec, arguments, offsets, dtypes, names)
-    chosen = choose_target(op, target, bound.device)
+    chosen = choose_target(op, target, bound.device, spec)
     results = _results(op, spec, bound, given, outputs or {}, dtypes, names)
     checked = knobs.VALIDATE.get()
     if checked is not False:
@@ -122,12 +126,12 @@ def run(
     if partitions is not None:
         default = replace(default, partitions=partitions)
     ready = program_for(spec, operator.loc, bound.binding, schedule or default, chosen, check_finite=checked is True)
+    if (found := first(facts, spec, ready.runner, bound, results, budget_bytes)) is not None:
+        return found
     if checked is not False:
         validate(op, spec, ready.program, bound, offsets.to(torch.int64).numpy(), names)
     if bound.rows:
         _execute(op, ready, bound, offsets, results, set(given), checked, budget_bytes)
-    if facts is not None:
-        prepare(facts, spec, ready.runner, bound, results)
     return results
 
 

@@ -23,7 +23,7 @@ from tilewright.dsl.spec import Listed, Spec
 from .bind import Bound
 from .checks import extent_bytes
 from .compilers import Compiler
-from .native import load
+from .native import NativeLibrary, load
 from .native_build import HEADERS, build
 
 # ---- the structures of checks.c --------------------------------------------------------------------------------------
@@ -50,7 +50,12 @@ class _Apart(ctypes.Structure):
 
 
 class _Reach(ctypes.Structure):
-    _fields_ = [("table", _Tensor), *((n, _int) for n in ("width", "page", "pages")), ("lo", _Form), ("hi", _Form)]
+    _fields_ = [
+        ("table", _Tensor),
+        *((n, _int) for n in ("width", "page", "pages", "exact")),
+        ("lo", _Form),
+        ("hi", _Form),
+    ]
 
 
 class _Listed(ctypes.Structure):
@@ -76,14 +81,24 @@ class Look(ctypes.Structure):
 
 
 _LOOK: Final = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+_FILL: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
 
 
 @functools.cache
 def look_function(compiler: Compiler) -> Callable[[int], int]:
     """tw_look, of the address of a `Look`: 0 where all is fine."""
+    return _LOOK(_library(compiler).address("tw_look"))
+
+
+@functools.cache
+def fill_function(compiler: Compiler) -> Callable[[int, int, int], None]:
+    """tw_fill, of an address, how many 32-bit words to fill from there, and what each is to hold."""
+    return _FILL(_library(compiler).address("tw_fill"))
+
+
+def _library(compiler: Compiler) -> NativeLibrary:
     source = (HEADERS / "checks.c").read_text(encoding="utf-8")
-    library = load(build(source, "the checks of values", ISAS["portable"], compiler))
-    return _LOOK(library.address("tw_look"))
+    return load(build(source, "the checks of values", ISAS["portable"], compiler))
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------
@@ -99,8 +114,8 @@ class Plan:
 
     address: int
     scalars: tuple[str, ...]  # the integer scalars it wants, in order
-    columns: tuple[str, ...]  # the sizes it finds; after them, the bytes of a row
-    needed: bool  # there is something to look at
+    columns: tuple[str, ...]  # the sizes it finds; after them, the bytes of a row, and pairs of a row and a key
+    pair_cost: int  # multiplications for one such pair, about; 0 where nothing is known of it
     kept: tuple[object, ...]  # what `address` leads to
 
 
@@ -140,7 +155,7 @@ class _Planner:
         read = [n for n in self.bound.tensors if self.tensors[n].numel()]
         aparts = [self.apart(w, n) for w in written if self.tensors[w].numel() for n in read]
         lengths = [self.index(f"{n}_lengths") for n in self.leaves]
-        reaches = [self.reach(r) for r in self.program.reach if r.exact]
+        reaches = [x for r in self.program.reach if (x := self.reach(r)) is not None]
         parts = [p for source in self.spec.sources for p in source.parts if isinstance(p, Listed)]
         lists = [self.listed(p) for p in parts if p.block == 1 and p.where == ALWAYS]
         columns = self.columns()
@@ -152,8 +167,17 @@ class _Planner:
             checked, self.bound.batch, self.bound.rows, past, self.index("offsets"),
         )  # fmt: skip
         found = tuple(n for n, _ in self.program.columns)
-        needed = bool(checked or columns or aparts)
-        return Plan(ctypes.addressof(made), self.scalars, found, needed, (made, *self.kept))
+        all_counted = bool(reaches or parts) and len(reaches) == len(self.program.reach)
+        cost = self.pair_cost() if all_counted else 0
+        return Plan(ctypes.addressof(made), self.scalars, found, cost, (made, *self.kept))
+
+    def pair_cost(self) -> int:
+        """A key and a value row are read for each head of a query row; one row is both where it has no values."""
+        widths = [
+            leaf.keys.shape[3] + (leaf.keys if leaf.values is None else leaf.values).shape[3]
+            for leaf in self.bound.leaves.values()
+        ]
+        return self.bound.binding.heads * max(widths, default=0)
 
     def array(self, kind: type[ctypes.Structure], items: Sequence[ctypes.Structure]) -> int:
         array = (kind * max(1, len(items)))(*items)
@@ -169,9 +193,15 @@ class _Planner:
         same = (a.shape, a.stride()) == (b.shape, b.stride())
         return _Apart(self.at[written], extent_bytes(a), self.at[read], extent_bytes(b), same)
 
-    def reach(self, reach: KeyReach) -> _Reach:
-        lo, hi = (self.form(e, self.variables) for e in (reach.lo, reach.hi))
-        return _Reach(self.index(f"{reach.leaf}_table"), *self.pages(reach.leaf), lo, hi)
+    def reach(self, reach: KeyReach) -> _Reach | None:
+        """None where keys are only to be counted, and there is no form to count them by."""
+        try:
+            lo, hi = (self.form(e, self.variables) for e in (reach.lo, reach.hi))
+        except NotPlanned:
+            if reach.exact:
+                raise
+            return None
+        return _Reach(self.index(f"{reach.leaf}_table"), *self.pages(reach.leaf), reach.exact, lo, hi)
 
     def pages(self, leaf: str) -> tuple[int, int, int]:
         """Pages of a sequence, keys of a page, pages of the pool."""

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -29,10 +29,8 @@ from tilewright.dsl.spec import Spec
 from tilewright.dsl.targets import Target
 from tilewright.dsl.windows import DEFAULT_BUDGET
 
-from .compilers import find_compiler
+from .compilers import COMPILERS, find_compiler
 from .native_program import NativeProgram
-
-COMPILERS: Final = "cc, gcc or clang on PATH, a command in TILEWRIGHT_CC, or `pip install ziglang`"
 
 
 @dataclass(frozen=True)

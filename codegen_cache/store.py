@@ -177,7 +177,8 @@ def _damage(entry: Path, key: str) -> str | None:
 
 
 def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with open(path, "rb") as file:  # not all of it at once: precompiled headers are large
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _fsync(path: Path) -> None:

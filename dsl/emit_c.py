@@ -40,7 +40,8 @@ def emit_c(program: Program, isa: Isa) -> CSource:
     named = [d.partition(" + ")[0] for a in tensors for d in a.shape if isinstance(d, str)]
     sizes = tuple(dict.fromkeys([*named, *(a.name for a in scalars if a.dtype.kind is Kind.INT)]))
     numbers = tuple(a.name for a in scalars if a.dtype.kind is not Kind.INT)
-    printers = [KernelPrinter(k, tensors, sizes, numbers, isa) for k in program.kernels]
+    made = frozenset(a.name for a in program.workspaces)
+    printers = [KernelPrinter(k, tensors, made, sizes, numbers, isa) for k in program.kernels]
     bodies = [line for p in printers for line in (*p.function(), "")]
     zeros = max([64, *(n for p in printers for n in p.plan.sizes.values())]) + 64
     head = [

@@ -6,7 +6,8 @@ from typing import Protocol
 
 from .algebra import substitute
 from .dtypes import DType, Kind, bf16
-from .emit_c_plan import POINTS, Group, Guarded, Plan
+from .emit_c_plan import POINTS, Group, Guarded
+from .emit_c_storage import Plan
 from .emit_c_values import Level, LoopNest, Tensor, Value, first_lane, spelled
 from .expr import Axes, Const, Elem, Expr, Iota, Op, Tile, walk
 from .isa import Isa
@@ -29,6 +30,12 @@ class Surroundings(Protocol):
     def points(self) -> tuple[str, str]: ...
     @property
     def in_strip(self) -> bool: ...
+    @property
+    def ahead(self) -> str | None: ...
+    def streams(self, tensor: str) -> bool: ...
+    def product_after(self, g: Gemm) -> Gemm | None: ...
+    @property
+    def first_product(self) -> Gemm | None: ...
 
 
 class GroupPrinter:
@@ -308,7 +315,9 @@ class GroupPrinter:
         at = f"{pointer} + {self.place[self.vector or '']}"
         x = nest.converted(v, dtype.kind, True)
         guard = "" if ok.text == "1" else f"if ({ok.text}) "
-        if self.lanes == "TW_LANES":
+        if self.lanes == "TW_LANES" and self.k.streams(s.tensor):
+            nest.inner.lines.append(f"{guard}tw_stream_{dtype.name}({at}, {x}, large_{s.tensor});")
+        elif self.lanes == "TW_LANES":
             nest.inner.lines.append(f"{guard}tw_store_{dtype.name}({at}, {x});")
         else:
             nest.inner.lines.append(f"{guard}tw_store_{dtype.name}_part({at}, {x}, {self.lanes});")

@@ -5,25 +5,33 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from .dtypes import Kind, bf16
+from .dtypes import Kind, bf16, f32
 from .emit_c_groups import GroupPrinter
-from .emit_c_plan import Block, Group, Node, Plan, Product, Storage, plan_kernel
+from .emit_c_plan import Block, Group, Node, Product
 from .emit_c_products import ProductPrinter, panels_name
+from .emit_c_storage import Plan, Storage, addresses, plan_kernel
 from .emit_c_values import ELEMENTS, Level, LoopNest, Tensor
 from .expr import Expr
 from .isa import Isa
-from .loops import Arg, Best, For, If, Kernel, Let, Search, Strip
+from .loops import Arg, Best, For, If, Kernel, Let, Search, Store, Strip
 from .printer import show, show_stmt
 from .rewrite import statements
+from .tile import Gemm
 
 
 class KernelPrinter:
     """One kernel's function."""
 
     def __init__(
-        self, kernel: Kernel, tensors: tuple[Arg, ...], sizes: tuple[str, ...], numbers: tuple[str, ...], isa: Isa
+        self,
+        kernel: Kernel,
+        tensors: tuple[Arg, ...],
+        workspaces: frozenset[str],
+        sizes: tuple[str, ...],
+        numbers: tuple[str, ...],
+        isa: Isa,
     ) -> None:
-        self.kernel, self.isa = kernel, isa
+        self.kernel, self.isa, self._workspaces = kernel, isa, workspaces
         self._all, self._sizes, self._numbers = tensors, sizes, numbers
         self.tensors = {a.name: Tensor(a, n) for n, a in enumerate(tensors)}
         self.plan: Plan = plan_kernel(kernel, {a.name: a for a in tensors}, isa.lanes, 2 * isa.lanes)
@@ -35,6 +43,8 @@ class KernelPrinter:
         self._points = ("0", "points")  # of the strip around, else of the tile
         self._indent = 0
         self._products = ProductPrinter(self)
+        self._ahead: str | None = None  # how many keys the next tile has, where their addresses are known
+        self._sequence: list[Gemm] = []  # matrix products of the strip around
         self._after_rows = ""  # what comes once it is known that there are rows
 
     def fresh(self) -> int:
@@ -50,8 +60,9 @@ class KernelPrinter:
         self._arguments()
         self._grid()
         for t in self.plan.storage.values():
-            kind = "const void *" if t.pointers is not None else f"{t.ctype} "
-            self._line(f"{kind}*const t_{t.name} = (void *)((char *)scratch + {t.offset});{_shape(t)}")
+            self._line(f"{_pointer(t)} t_{t.name} = (void *)((char *)scratch + {t.offset});{_shape(t)}")
+            if t.ahead:
+                self._line(f"{_pointer(t)} b_{t.name} = t_{t.name};")
         for p in self.plan.panels.values():
             word = "uint32_t" if self.plan.storage[p.tile].dtype is bf16 else "float"
             self._line(f"{word} *const {panels_name(p)} = (void *)((char *)scratch + {p.offset});")
@@ -62,7 +73,13 @@ class KernelPrinter:
         self._after_rows = "tw_begin_products();" if tiles else ""
         if tiles and not self._says_rows():
             self._line(self._after_rows)
+        stored = dict.fromkeys(s.tensor for s in statements(k.body) if isinstance(s, Store))
+        streamed = [name for name in stored if self.streams(name)]
+        for name in streamed:
+            self._line(f"const bool large_{name} = {self._bytes(name)} >= TW_STREAMED; (void)large_{name};")
         self._nodes(self.plan.nodes)
+        if streamed:
+            self._line("tw_end_stream();")
         if tiles:
             self._line("tw_end_products();")
         return [*self._out, "}"]
@@ -100,6 +117,11 @@ class KernelPrinter:
             self._line(f"const int64_t s_{name} = args->sizes[{i}]; (void)s_{name};")
         for i, name in enumerate(self._numbers):
             self._line(f"const float s_{name} = (float)args->numbers[{i}]; (void)s_{name};")
+
+    def _bytes(self, tensor: str) -> str:
+        arg = self.tensors[tensor].arg
+        extents = (f"s_{n.partition(' + ')[0]}" if isinstance(n, str) else str(n) for n in arg.shape)
+        return f"{' * '.join(extents)} * {arg.dtype.bits // 8}"
 
     def _grid(self) -> None:
         """Heads outermost, so that threads share what they read; later row tiles first, which see more keys."""
@@ -181,7 +203,10 @@ class KernelPrinter:
         match s:
             case For(var, lo, hi):
                 first, end = self.number(lo), self.number(hi)
-                self._line(f"for (int64_t s_{var} = {first}, end_{var} = {end}; s_{var} < end_{var}; s_{var}++) {{")
+                start = f", first_{var} = {first}" if addresses(b.body, self.plan.storage) else ""
+                self._line(
+                    f"for (int64_t s_{var} = {first}{start}, end_{var} = {end}; s_{var} < end_{var}; s_{var}++) {{"
+                )
             case If(cond):
                 self._line(f"if ({self.number(cond)}) {{")
             case Strip():
@@ -200,17 +225,54 @@ class KernelPrinter:
     def _key_loop(self, s: For, b: Block) -> None:
         """Of a last tile that is not full, only the keys that there are."""
         lets = list(itertools.takewhile(lambda n: isinstance(n, Let), b.body))
+        early = addresses(b.body, self.plan.storage)
+        outside, self._ahead = self._ahead, None
+        if early:
+            self._addresses(s, lets, early)
+        self._keys_of(s, lets)
+        self._keys_end.append(f"keys_{s.var}")
+        if early:
+            self._line(f"(void)keys_{s.var};")
+            self._buffers(s, early)
+            self._lines(self._products.packed({t for g in early for t in g.writes}))
+            self._ahead = f"next_{s.var}"
+        self._nodes(b.body[len(lets) + len(early) :])
+        self._keys_end.pop()
+        self._ahead = outside
+
+    def _keys_of(self, s: For, lets: list[Node]) -> None:
         self._nodes(lets)
         size = self.plan.sizes.get("key", 1)
-        end = f"s_hi{s.var[2:]}"
-        name = f"keys_{s.var}"
-        if "_" in s.var:
-            self._line(f"const int64_t {name} = {size}; (void){name};")
-        else:
-            self._line(f"const int64_t {name} = tw_min_64({size}, tw_max_64({end} - s_k0, 0)); (void){name};")
-        self._keys_end.append(name)
-        self._nodes(b.body[len(lets) :])
+        some = "_" not in s.var
+        count = f"tw_min_64({size}, tw_max_64(s_hi{s.var[2:]} - s_k0, 0))" if some else str(size)
+        self._line(f"const int64_t keys_{s.var} = {count}; (void)keys_{s.var};")
+
+    def _addresses(self, s: For, lets: list[Node], early: list[Group]) -> None:
+        """Where the next tile's rows are; the first time round, this tile's as well."""
+        v = s.var
+        self._line(f"int64_t next_{v} = 0; (void)next_{v};")
+        start = f"int64_t now_{v} = s_{v}, at_{v} = now_{v} + (now_{v} > first_{v})"
+        self._line(f"for ({start}; at_{v} < now_{v} + 2 && at_{v} < end_{v}; at_{v}++) {{")
+        self._indent += 1
+        self._line(f"const int64_t s_{v} = at_{v};")
+        self._keys_of(s, lets)
+        self._line(f"if (at_{v} > now_{v}) next_{v} = keys_{v};")
+        self._keys_end.append(f"keys_{v}")
+        self._buffers(s, early)
+        for g in early:
+            self._comment(g)
+            self._lines(GroupPrinter(self, g).lines())
         self._keys_end.pop()
+        self._indent -= 1
+        self._line("}")
+
+    def _buffers(self, s: For, early: list[Group]) -> None:
+        """The halves of tiles that hold this tile's addresses."""
+        for name in sorted({t for g in early for t in g.writes} & self.plan.storage.keys()):
+            t = self.plan.storage[name]
+            self._line(f"{_pointer(t)} t_{name} = b_{name} + (s_{s.var} & 1) * {t.elements}; (void)t_{name};")
+            if t.pointers is not None:
+                self._line(f"{_pointer(t)} n_{name} = b_{name} + (~s_{s.var} & 1) * {t.elements}; (void)n_{name};")
 
     def _strip(self, s: Strip, b: Block) -> None:
         self._line(f"const int64_t m1 = tw_min_64(m0 + {s.points}, points), ms = m0 / {self._heads}; (void)ms;")
@@ -218,6 +280,8 @@ class KernelPrinter:
         self._line(f"(void)s_{s.first}; (void)s_{s.last};")
         lets = list(itertools.takewhile(lambda n: isinstance(n, Let), b.body))
         self._nodes(lets)
+        self._lines(self._products.prefetched(b.body))
+        outside_products, self._sequence = self._sequence, [n.stmt for n in b.body if isinstance(n, Product)]
         if s.columns is not None:
             lo, hi = (f"s_{c}" for c in s.columns)
             self._line(f"if ({lo} >= {hi}) continue;")
@@ -226,7 +290,7 @@ class KernelPrinter:
             self._columns.append((lo, hi))
         outside, self._points = self._points, ("m0", "m1")
         self._nodes(b.body[len(lets) :])
-        self._points = outside
+        self._points, self._sequence = outside, outside_products
         if s.columns is not None:
             self._columns.pop()
 
@@ -239,6 +303,24 @@ class KernelPrinter:
     @property
     def in_strip(self) -> bool:
         return self._points[0] == "m0"
+
+    def streams(self, tensor: str) -> bool:
+        """Whether rows of a tensor go past the caches where it is large: results, which no kernel reads again."""
+        arg = self.tensors[tensor].arg
+        return tensor not in self._workspaces and arg.dtype in (f32, bf16)
+
+    @property
+    def ahead(self) -> str | None:
+        return self._ahead
+
+    def product_after(self, g: Gemm) -> Gemm | None:
+        """The next product of this strip that reads other rows."""
+        later = self._sequence[self._sequence.index(g) + 1 :] if g in self._sequence else []
+        return next((x for x in later if x.b.name != g.b.name), None)
+
+    @property
+    def first_product(self) -> Gemm | None:
+        return self._sequence[0] if self._sequence else None
 
     def key_range(self, whole: bool = False) -> tuple[str, str]:
         """Keys of the tile that are in sight; `whole`: from the start of the vector that holds the first of them."""
@@ -279,6 +361,10 @@ class KernelPrinter:
             for s in best
         ]
         return " + ".join([str(self.plan.scratch_bytes), *sizes])
+
+
+def _pointer(t: Storage) -> str:
+    return "const void **const" if t.pointers is not None else f"{t.ctype} *const"
 
 
 def _shape(t: Storage) -> str:

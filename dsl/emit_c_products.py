@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from .dtypes import bf16
 from .emit_c_groups import Surroundings
-from .emit_c_plan import Panels, Storage, panel_words
+from .emit_c_plan import Node, Product
+from .emit_c_storage import Panels, Storage, panel_words
 from .emit_c_values import ELEMENTS
 from .printer import show_stmt
 from .tile import Gemm
@@ -118,7 +119,7 @@ class ProductPrinter:
             accumulate = str(g.accumulate).lower()
             return (
                 f"tw_combine_rows_{b.primitives}((int)({count}), {left}, {lda}, {rows}, (int)({lo}), (int)({hi}),"
-                f" {b.sizes[1]}, {out}, {ldc}, {accumulate});"
+                f" {b.sizes[1]}, {out}, {ldc}, {accumulate}, {self._next_rows(g)});"
             )
         if b.dtype is bf16:
             left, lda = f"(const uint32_t *)({left})", lda // 2
@@ -126,8 +127,37 @@ class ProductPrinter:
         n = hi if lo == "0" else f"{hi} - {lo}"
         return (
             f"tw_dot_rows_{b.primitives}((int)({count}), {left}, {lda}, {rows}{start}, (int)({n}),"
-            f" {b.sizes[1]}, {out}{start}, {ldc});"
+            f" {b.sizes[1]}, {out}{start}, {ldc}, {self._next_rows(g)});"
         )
+
+    def _next_rows(self, g: Gemm) -> str:
+        """Rows that will be read after those of this product, and how many: the next product's, or the next tile's."""
+        after, first = self.k.product_after(g), self.k.first_product
+        if after is not None:
+            t = self.k.plan.storage[after.b.name]
+            if t.pointers is not None and after.b.axes[0] == "key":
+                lo, hi = self.k.key_range()
+                return f"(const void *const *)t_{t.name} + {lo}, (int)({hi} - {lo})"
+        elif first is not None and self.k.ahead is not None:
+            t = self.k.plan.storage[first.b.name]
+            if t.ahead:
+                return f"(const void *const *)n_{t.name}, (int){self.k.ahead}"
+        return "0, 0"
+
+    def prefetched(self, body: list[Node]) -> list[str]:
+        """A strip's part of the next tile's rows, unless products read rows where they lie and prefetch themselves."""
+        few = self._few()
+        if self.k.ahead is None or few == "1":
+            return []
+        out: list[str] = []
+        for name in dict.fromkeys(n.stmt.b.name for n in body if isinstance(n, Product)):
+            t = self.k.plan.storage[name]
+            if t.ahead and t.pointers is not None:
+                size = t.sizes[1] * t.element.bits // 8
+                out.append(f"tw_prefetch_part((const void *const *)n_{name}, {self.k.ahead}, {size}, m0, m1, points);")
+        if not out or few == "0":
+            return out
+        return [f"if (!({few})) {{", *("    " + line for line in out), "}"]
 
 
 def _leading(t: Storage) -> int:

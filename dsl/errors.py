@@ -168,7 +168,7 @@ class NotFinite(TilewrightError, ValueError):
 
 
 class CompileError(TilewrightError, RuntimeError):
-    """The C compiler failed on generated code, or did not end. The source is kept."""
+    """A compiler failed on generated code, or did not end. The source is kept."""
 
     template = "{compiler} on {name}: {problem}\n  source: {path}\n  command: {command}"
 
@@ -183,3 +183,18 @@ class UnsafeCache(TilewrightError, PermissionError):
     """A cache folder that others could write to: what it holds is executed."""
 
     template = "cache folder {path} {problem}; expected {expected}"
+
+
+# ---- generated GPU sources ---------------------------------------------------------------------------------------
+
+
+class MissingToolkit(TilewrightError, RuntimeError):
+    """Verifying a GPU source needs a tool that this machine has not."""
+
+    template = "{what} needs {needed}, and found none: {advice}"
+
+
+class EmulationError(TilewrightError, RuntimeError):
+    """A generated GPU source did something that the hardware does not allow, or that nothing orders."""
+
+    template = "{kernel}, schedule {schedule}: {problem}"

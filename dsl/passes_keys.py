@@ -53,8 +53,7 @@ def bound_key_loops(program: Program, cx: Context) -> Program:
     kernels = tuple(_partitioned(replace(k, body=rewrite_body(k.body, lower)), cx) for k in program.kernels)
     reach = tuple(r for n in range(len(cx.parts)) for r in _reach(n, cx))
     beside = any(isinstance(e, KeyField) and e.leaf is not None for e in cx.spec.nodes)
-    listed = any(isinstance(p, Listed) for p in cx.parts)
-    unsure = beside or listed or not all(r.exact for r in reach)
+    unsure = beside or not all(r.exact for r in reach)  # lists that are looked at entry by entry have no reach
     return replace(program, kernels=kernels, reach=reach, checks_reads=unsure)
 
 

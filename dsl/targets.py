@@ -17,15 +17,17 @@ from .targets_gpu import gpu_schedule
 class Target:
     name: str
     device: str  # device type of the tensors it takes
+    compiled: bool = False  # needs a C compiler, and has no form for print() and breakpoint()
     isa: Isa | None = None  # what native code may use of this processor
     gpu: Gpu | None = None  # what its programs are for
 
 
+# In the order in which they are tried for tensors on a device: the last one takes everything.
 TARGETS: dict[str, Target] = {
     t.name: t
     for t in (
+        Target("cpu", "cpu", compiled=True),
         Target("interpret", "cpu"),
-        Target("cpu", "cpu"),
         *(Target(name, "cuda", gpu=gpu) for name, gpu in GPUS.items()),  # torch calls AMD's devices cuda as well
     )
 }
@@ -36,7 +38,7 @@ def target_named(name: str) -> Target:
     if name not in TARGETS:
         raise UnknownTarget(target=name, known=", ".join(TARGETS))
     found = TARGETS[name]
-    return replace(found, isa=best_isa()) if name == "cpu" else found
+    return replace(found, isa=best_isa()) if found.compiled else found
 
 
 def default_schedule(target: Target, spec: Spec, binding: Binding, rows: int, batch: int) -> Schedule:

@@ -1,16 +1,23 @@
-"""What every test may use: golden files, a seed of its own, an environment without Tilewright's variables."""
+"""What every test may use: golden files, a seed of its own, an environment without Tilewright's variables, a target.
+
+Tests of what operators give run on both targets of CPU tensors: their modules are marked `both_targets`, and ids show
+the target. The interpreter is the definition: tests of what it alone does are marked `interpreted`, with what that is.
+"""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+from tilewright.codegen_cache.compilers import find_compiler
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,8 +30,44 @@ settings.load_profile("ci")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--target", metavar="NAME", help="where calls that name no target run")
+    parser.addoption("--target", metavar="NAME", help="where calls that name no target run, once")
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden with what the tests produce")
+
+
+# ---- targets ---------------------------------------------------------------------------------------------------------
+
+TARGETS = ("interpret", "cpu")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test marked `both_targets` twice, but with --target or `interpreted` once, on that one.
+
+    both_targets(slow=True): the second time is slow, where the first may not be.
+    """
+    marks = list(metafunc.definition.iter_markers("both_targets"))
+    if not marks or metafunc.config.getoption("--target") or metafunc.definition.get_closest_marker("interpreted"):
+        return
+    slow = any(m.kwargs.get("slow", False) for m in marks)
+    params = [TARGETS[0], pytest.param(TARGETS[1], marks=pytest.mark.slow if slow else ())]
+    metafunc.parametrize("target_of_calls", params, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def target_of_calls(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _no_tilewright_variables: None
+) -> str | None:
+    """Where calls run that name no target; None: as it is chosen without a word."""
+    named: str | None = getattr(request, "param", None) or request.config.getoption("--target")
+    if request.node.get_closest_marker("interpreted"):
+        named = "interpret"
+    if named == "cpu" and find_compiler() is None:
+        pytest.skip("no C compiler")
+    if named:
+        monkeypatch.setenv("TILEWRIGHT_TARGET", named)
+    return named
+
+
+# ---- golden files ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -59,10 +102,14 @@ def _replace(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
+# ---- seeds -----------------------------------------------------------------------------------------------------------
+
+
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """32 bits that depend on the test's id alone."""
-    return int.from_bytes(hashlib.sha256(request.node.nodeid.encode()).digest()[:4])
+    """32 bits that depend on the test's id alone, and not on the target in it."""
+    name = re.sub(rf"(?<=[\[-])({'|'.join(TARGETS)})(-|(?=\]))", "", request.node.nodeid).removesuffix("[]")
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
 
 
 @pytest.fixture
@@ -73,6 +120,9 @@ def rng(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
+# ---- the environment -------------------------------------------------------------------------------------------------
+
+
 @pytest.fixture(autouse=True)
 def _no_tilewright_variables(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """What is compiled is kept between runs, in a folder of the tests' own."""
@@ -81,5 +131,3 @@ def _no_tilewright_variables(monkeypatch: pytest.MonkeyPatch, request: pytest.Fi
     folder = Path(request.config.cache.mkdir("tilewright"))
     folder.chmod(0o700)
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(folder))
-    if target := request.config.getoption("--target"):
-        monkeypatch.setenv("TILEWRIGHT_TARGET", target)

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tilewright import PagedKVCache, run
+from tilewright.codegen_cache.compilers import find_compiler
 from tilewright.dsl import Const, Paged, Rows, dot, f32, i32, log, op, pos, softmax, sqrt, sum, topk
 from tilewright.dsl import Tensor as Captured
 from tilewright.dsl import key as key_position
@@ -24,6 +27,9 @@ from tilewright.dsl.errors import (
 from tilewright.dsl.expr import Const as Number
 from tilewright.dsl.schedule import Schedule
 from tilewright.ops import generic_flash_attention_kv_cache_ragged_sink
+from tilewright.ops.cache import PagedLeaf
+
+pytestmark = pytest.mark.both_targets
 
 ROWS, HEADS, DIM = 5, 2, 4
 OFFSETS = torch.tensor([0, 2, 5], dtype=torch.int32)
@@ -191,3 +197,46 @@ def test_a_captured_tensor_may_look_like_a_lookup_table() -> None:
     foo = torch.full((2, 2), -3, dtype=torch.int32)
     out = run(shifted, {"q": query(), "kv": cache().layer(0), "foo": foo}, OFFSETS)["out"]
     torch.testing.assert_close(out, call(plain)["out"], rtol=1e-5, atol=1e-6)
+
+
+def stored(dtype: torch.dtype = torch.float8_e4m3fn) -> PagedLeaf:
+    """Two sequences of 3 and 0 cached keys; float8 with a scale per row."""
+    scales = torch.ones(6, 2, 1, 4, 1, 1) if dtype is torch.float8_e4m3fn else None
+    table, lengths = torch.tensor([[4, 1], [2, 0]], dtype=torch.int32), torch.tensor([3, 0], dtype=torch.int32)
+    return PagedKVCache(torch.ones(6, 2, 1, 4, 1, DIM).to(dtype), table, lengths, scales=scales).layer(0)
+
+
+# What a leaf made by hand may get wrong, and the words of its refusal.
+UNLIKE_KEYS: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
+    "fewer pages of values": (lambda x: {"values": x.values[:4]}, r"kv.values has shape \[4, 4, 1, 4\]; expected"),
+    "shorter pages of values": (lambda x: {"values": x.values[:, :2]}, r"kv.values has shape \[6, 2, 1, 4\]"),
+    "fewer heads of values": (lambda x: {"keys": x.keys.expand(-1, -1, 2, -1)}, r"expected .*kv_heads=2, value_dim"),
+    "other values": (lambda x: {"values": x.values.float()}, r"kv.values has dtype float32; .*, as its keys"),
+    "fewer scales": (lambda x: {"key_scales": x.key_scales[:4]}, r"kv.key_scales has shape \[4, 4, 1, 1\]"),
+    "shorter scales": (lambda x: {"value_scales": x.value_scales[:, :2]}, r"kv.value_scales has shape \[6, 2, 1, 1\]"),
+    "more granules": (lambda x: {"quantization_granularity": 2}, r"kv.key_scales has shape .* expected .*granules=2"),
+    "wide scales": (lambda x: {"key_scales": x.key_scales.double()}, r"kv.key_scales has dtype float64"),
+    "no scales of values": (lambda x: {"value_scales": None}, r"kv.value_scales is None; expected scales, as its keys"),
+    "a table of floats": (lambda x: {"lookup_table": x.lookup_table.float()}, r"kv.lookup_table has dtype float32"),
+    "lengths of floats": (lambda x: {"cache_lengths": x.cache_lengths.float()}, r"kv.cache_lengths has dtype float32"),
+    "a flat table": (lambda x: {"lookup_table": x.lookup_table[0]}, r"kv.lookup_table has rank 1; expected 2"),
+    "flat keys": (lambda x: {"keys": x.keys[0]}, r"kv.keys has rank 3; expected 4"),
+    "values elsewhere": (
+        lambda x: {"values": x.values.to("meta")},
+        r"kv.values is on meta; expected cpu, where kv.keys",
+    ),
+}
+
+
+@pytest.mark.parametrize("target", ["interpret", "cpu"])
+@pytest.mark.parametrize("mistake", UNLIKE_KEYS)
+def test_a_leaf_is_of_one_piece(mistake: str, target: str) -> None:
+    """One page number is read from keys, values and scales: all have that page, slot and head, or nothing is read."""
+    if target == "cpu" and find_compiler() is None:
+        pytest.skip("needs a C compiler")
+    change, message = UNLIKE_KEYS[mistake]
+    leaf = dataclasses.replace(stored(), **change(stored()))
+    buffer = torch.full((ROWS, HEADS, DIM), 7.0)
+    with pytest.raises(ArgumentError, match=message):
+        run(plain, {"q": query(), "kv": leaf}, OFFSETS, outputs={"out": buffer}, target=target)
+    assert (buffer == 7.0).all()

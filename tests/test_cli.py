@@ -368,6 +368,7 @@ def test_run_without_rows(invoke: Invoke) -> None:
         assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "check     no rows to compare")
 
 
+@pytest.mark.both_targets
 def test_run_trace(invoke: Invoke) -> None:
     """Executed statements with the author's line and the numbers they made, as many as asked for."""
     line = line_of("return max(dot(q, keys)")
@@ -477,7 +478,7 @@ def command(folder: Path, *args: str, stdin: str = "", **env: str) -> subprocess
         (["run", "flash_attention", "--heads", "7", "--kv-heads", "2"], 2, "kv_heads is 2; expected a divisor"),
         (["run", "mine.py:small", "--rows", "1,2"], 2, "3 sequences, but --rows 1,2 has 2"),
         (["run", "mine.py:small", "--rows", "1,-2,1"], 2, "--rows '-2': expected at least 0"),
-        (["run", "mine.py:small", "--target", "abacus"], 2, "unknown target 'abacus'; known: interpret"),
+        (["run", "mine.py:small", "--target", "abacus"], 2, "unknown target 'abacus'; known: cpu, interpret"),
         (["run", "mine.py:small", "--arg", "scale=1"], 2, "has no such scalar or tensor; known: q"),
         (["run", "mine.py:alibi", "--arg", "scale=x"], 2, "'scale=x': expected a number"),
         (["run", "softcap"], 2, "OP 'softcap': no such operator; known: .*softcap_attention"),

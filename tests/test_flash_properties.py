@@ -11,15 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.batches import FORMS, Content, content, place
+from support.properties import property_test
 from support.reference import NAMED, WINDOWED, At, Sees, assert_close, assert_same_bits, flash
 from support.running import SCHEDULES, Predicate, attend, attention, each, mask
 
 import tilewright
 from tilewright.dsl import Paged, PerHead, Rows, Scalar, Tensor, dot, head, i32, kv_head, num_keys, op, seq, softmax
 from tilewright.dsl.schedule import Schedule
+
+pytestmark = pytest.mark.both_targets(slow=True)
 
 PAST, ROWS = (7, 0, 0, 21, 3), (5, 6, 0, 1, 2)
 
@@ -61,8 +63,7 @@ LENGTHS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 7)), min_size=1,
 
 
 @pytest.mark.slow
-@settings(max_examples=250)
-@given(st.data())
+@property_test(st.data(), interpreted=250, native=80)
 def test_any_schedule_and_batch(data: st.DataObject) -> None:
     """Any legal schedule, page size, grouping and raggedness, with and without sinks."""
     name = data.draw(st.sampled_from(sorted(NAMED)), "mask")

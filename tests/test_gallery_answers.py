@@ -19,6 +19,8 @@ from tilewright.ops.masks import mask_named
 from tilewright.ops.position_bias import alibi_slopes, t5_buckets
 from tilewright.ops.structured_masks import tree_words
 
+pytestmark = pytest.mark.both_targets(slow=True)
+
 SCHEDULE = Schedule(rows=2, keys=4, partitions=2)
 ROWS, KEYS = (4, 1), (9, 6)  # of this call, and in all
 OFFSETS = offsets_of(ROWS)

@@ -15,6 +15,8 @@ from tilewright.commands.operators import find
 from tilewright.dsl.errors import ArgumentError, ArgumentShapeError, ArgumentValueError, AxisMismatch
 from tilewright.dsl.schedule import Schedule
 
+pytestmark = pytest.mark.both_targets(slow=True)
+
 SCHEDULES = (
     Schedule(rows=2, heads=1, keys=3, masks="split"),
     Schedule(rows=4, keys=4, partitions=2),

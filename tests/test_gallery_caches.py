@@ -29,6 +29,8 @@ from tilewright.ops.fp8_scales import scales_of
 from tilewright.ops.mixed_rows import deepseek_v4_leaves, flash_mla_leaves
 from tilewright.references.parts import attend, in_window, scores_of, unseen
 
+pytestmark = pytest.mark.both_targets(slow=True)
+
 F8 = torch.float8_e4m3fn
 Leaves = tuple[PagedLeaf, PagedLeaf]
 

@@ -29,6 +29,8 @@ from tilewright.ops.latent_attention import latent_sparse_attention_ragged_paged
 from tilewright.ops.page_selection import page_bounds
 from tilewright.random_inputs import DenseLeaf
 
+pytestmark = pytest.mark.both_targets(slow=True)
+
 PAST, ROWS = (3, 0, 9, 22, 8), (8, 3, 11, 1, 0)
 SCHEDULES = (
     Schedule(rows=2, keys=3, masks="split"),

@@ -27,6 +27,8 @@ from tilewright.ops.cache import PagedKVCache, PagedLeaf
 from tilewright.random_inputs import Inputs, Sizes
 from tilewright.references import LIBRARY, SAMPLES, Candidates, Sample, compare, reference_outputs
 
+pytestmark = pytest.mark.both_targets(slow=True)
+
 ROWS, PAST = (5, 1, 0, 7), (3, 21, 4, 0)
 FOLDS = (
     Schedule(rows=2, heads=1, keys=3, masks="split"),

@@ -17,6 +17,8 @@ from tilewright.ops import indexers
 from tilewright.ops.cache import PagedKVCache, PagedLeaf
 from tilewright.references.selection import indexer_scores
 
+pytestmark = pytest.mark.both_targets(slow=True)
+
 
 @pytest.mark.parametrize("rectify", [True, False])
 @pytest.mark.parametrize(("kpool", "block", "top_blocks"), [(1, 4, 2), (3, 2, 3), (2, 4, 1)])

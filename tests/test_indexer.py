@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.batches import F8
+from support.properties import property_test
 from support.reference import Ragged, assert_same_bits
 from support.running import each
 from support.selection import (
@@ -51,6 +51,8 @@ from tilewright.dsl.schedule import Schedule
 from tilewright.ops import PagedKVCache, PagedLeaf
 from tilewright.ops.indexer import mla_indexer
 from tilewright.ops.masks import mask_named
+
+pytestmark = pytest.mark.both_targets(slow=True)
 
 NAME = "mla_indexer_ragged_float8_paged"
 
@@ -231,8 +233,7 @@ def cases(draw: st.DrawFn) -> tuple[Scored, Layout, int, int, Schedule, np.rando
 
 
 @pytest.mark.slow
-@settings(max_examples=80)
-@given(cases())
+@property_test(cases(), interpreted=80, native=40)
 def test_any_batch_agrees(case: tuple[Scored, Layout, int, int, Schedule, np.random.Generator]) -> None:
     """Lengths of 0 to 14, pools, ties, windows of rows that cut sequences, every schedule."""
     data, layout, k, budget, schedule, rng = case
@@ -419,6 +420,7 @@ def test_illegal_schedules(schedule: Schedule, message: str, rng: np.random.Gene
     assert str(raised.value) == message
 
 
+@pytest.mark.interpreted("tells of statements")
 def test_statement_trace(rng: np.random.Generator) -> None:
     """An interpreter that tells of every statement gives the same indices, and tells of the choice, once per window."""
     data = scored(rng, [9, 0], [3, 2])
@@ -492,7 +494,7 @@ def operands(rows, keys):
     return q, torch.ones(rows, 2), torch.tensor([0, rows]), cache, 0
 
 
-small, large = operands(64, 4 * page), operands(rows, keys)
+small, large = operands(rows, 2 * rows), operands(rows, keys)  # of one program, which is made before
 mla_indexer_ragged_float8_paged(*small, top_k=16, scores_budget_bytes=budget)
 before = peak()
 out = mla_indexer_ragged_float8_paged(*large, top_k=16, scores_budget_bytes=budget)

@@ -266,6 +266,7 @@ def spoil(data: Content, rng: np.random.Generator, seq: int, key: int, value: fl
     return cache
 
 
+@pytest.mark.both_targets
 @pytest.mark.parametrize("value", [nan, float("inf"), float("-inf")])
 @pytest.mark.parametrize("values", [False, True])
 def test_checked_mode_finds_a_visible_slot(
@@ -283,6 +284,7 @@ def test_checked_mode_finds_a_visible_slot(
     assert {"tensor": "kv_v" if values else "kv_k", "seq": 3, "key": 10}.items() <= caught.value.fields.items()
 
 
+@pytest.mark.both_targets
 def test_checked_mode_finds_it_under_a_mask_per_head(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where what is read differs between heads."""
     data = batch(rng)
@@ -294,6 +296,7 @@ def test_checked_mode_finds_it_under_a_mask_per_head(rng: np.random.Generator, m
     assert {"tensor": "kv_k", "seq": 3, "key": 10}.items() <= caught.value.fields.items()
 
 
+@pytest.mark.both_targets
 @pytest.mark.parametrize("where", [mask("sliding_window_causal", 4), lambda q, k: (k <= q) & ((q - k) % 7 == 0)])
 def test_checked_mode_ignores_what_nobody_sees(
     where: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
@@ -329,6 +332,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.both_targets
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak in kilobytes, as Linux counts it")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])

@@ -43,6 +43,8 @@ from tilewright.dsl import (
 )
 from tilewright.dsl.schedule import Schedule
 
+pytestmark = pytest.mark.both_targets(slow=True)
+
 # ---- what is made of scores ------------------------------------------------------------------------------------------
 
 

@@ -47,6 +47,8 @@ from tilewright.dsl.dtypes import DTYPES
 from tilewright.dsl.schedule import Schedule
 from tilewright.dsl.value import reduce_over
 
+pytestmark = pytest.mark.both_targets(slow=True)
+
 # ---- several reductions ----------------------------------------------------------------------------------------------
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.batches import F8
+from support.properties import property_test
 from support.reference import Ragged, assert_close, assert_same_bits
 from support.running import each
 from support.selection import (
@@ -48,6 +48,8 @@ from tilewright.dsl.lower import lower
 from tilewright.dsl.schedule import Schedule
 from tilewright.ops import PagedKVCache
 from tilewright.ops.latent_attention import latent_sparse_attention
+
+pytestmark = pytest.mark.both_targets(slow=True)
 
 NAME = "latent_sparse_attention_ragged_paged"
 
@@ -190,8 +192,7 @@ SINKS = st.sampled_from([-inf, inf, 0.0]) | st.floats(-3, 3, width=32)
 
 
 @pytest.mark.slow
-@settings(max_examples=80)
-@given(cases())
+@property_test(cases(), interpreted=80, native=40)
 def test_any_batch_agrees(case: tuple[Latent, Layout, Layout, Schedule, np.random.Generator]) -> None:
     """Lengths of 0 to 12, any lists, sinks, dtypes of leaves, page sizes and schedules."""
     data, recent, listed, schedule, rng = case
@@ -485,9 +486,9 @@ def test_illegal_schedules(schedule: Schedule, message: str, rng: np.random.Gene
     assert str(raised.value).startswith(message)
 
 
-def test_statement_trace(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.interpreted("tells of statements")
+def test_statement_trace(rng: np.random.Generator) -> None:
     """An interpreter that tells of every statement gives the same bits, and tells of both loops."""
-    monkeypatch.setenv("TILEWRIGHT_TARGET", "interpret")
     data = latent(rng, [9, 0], [3, 2], [7, 3])
     swa, comp = data.leaves(rng)
     schedule = Schedule(rows=1, keys=4, partitions=2)

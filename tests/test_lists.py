@@ -60,6 +60,8 @@ from tilewright.dsl.errors import (
 from tilewright.dsl.schedule import Schedule
 from tilewright.ops.cache import PagedLeaf
 
+pytestmark = pytest.mark.both_targets(slow=True)
+
 LISTS = each(
     Schedule(rows=1, keys=3, partitions=2, masks="split"),
     Schedule(rows=1, keys=64),

@@ -20,6 +20,8 @@ from tilewright.demo.deepseek_v32 import check_deepseek_v32, tiny_deepseek_v32
 from tilewright.demo.page_pool import PagePool
 from tilewright.demo.serving import ModelCheck
 
+pytestmark = pytest.mark.both_targets(slow=True)
+
 CHECKS: dict[str, Callable[..., ModelCheck]] = {"v4": check_deepseek_v4, "v32": check_deepseek_v32}
 
 needs_transformers = pytest.mark.skipif(

@@ -24,7 +24,7 @@ import tilewright
 from tilewright.ops.cache import PagedKVCache, PagedLeaf
 from tilewright.ops.indexers import indexer
 
-pytestmark = [pytest.mark.slow, MAX.needed]
+pytestmark = [pytest.mark.both_targets, pytest.mark.slow, MAX.needed]
 
 # ---- flash attention -------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewright.ops.cache import PagedKVCache
 
-pytestmark = [pytest.mark.slow, VLLM.needed]
+pytestmark = [pytest.mark.both_targets, pytest.mark.slow, VLLM.needed]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from tilewright.ops.compressor import closed_windows, compress
 from tilewright.ops.latent_attention import latent_sparse_attention_ragged_paged
 from tilewright.ops.mixed_rows import deepseek_v4_leaves, mixed_rows_window_and_entries
 
-pytestmark = [pytest.mark.slow, VLLM.needed]
+pytestmark = [pytest.mark.both_targets, pytest.mark.slow, VLLM.needed]
 
 LATENT, ROPE, BYTES = 448, 64, 584  # of a cached row: float8 elements, bfloat16 ones, all bytes with its exponents
 

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example
 from hypothesis import strategies as st
 from support.batches import content, normal, place
+from support.properties import property_test
 from support.reference import NAMED, At, assert_close, attend, flash, log_sum_exp
 from support.running import attention
 from support.variants import batch, per_row
@@ -19,6 +20,8 @@ import tilewright
 from tilewright import dsl
 from tilewright.dsl import Paged, PerHead, Rows, Scalar, Tensor, op
 from tilewright.dsl.schedule import Schedule
+
+pytestmark = pytest.mark.both_targets(slow=True)
 
 Text = st.SearchStrategy[str]
 
@@ -71,8 +74,15 @@ def as_condition(x: Any) -> Any:
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
-@given(PREDICATES, SCHEDULES, st.sampled_from([(1, 1), (4, 2), (3, 1)]), st.sampled_from([1, 3, 4]), st.integers(0, 99))
+@property_test(
+    PREDICATES,
+    SCHEDULES,
+    st.sampled_from([(1, 1), (4, 2), (3, 1)]),
+    st.sampled_from([1, 3, 4]),
+    st.integers(0, 99),
+    interpreted=200,
+    native=60,
+)
 @example("((k <= q) ^ (k < 3))", Schedule(rows=2, keys=3, partitions=2), (4, 2), 3, 0)
 def test_any_predicate(text: str, schedule: Schedule, heads: tuple[int, int], page_size: int, seed: int) -> None:
     """Whatever the analysis proves of a predicate, what is computed is what it says; all it hides is poison."""
@@ -168,8 +178,13 @@ def made(texts: list[str], kinds: list[str]) -> Any:
 
 
 @pytest.mark.slow
-@settings(max_examples=120)
-@given(st.lists(st.tuples(NUMBERS, st.sampled_from(KINDS)), min_size=1, max_size=3), SCHEDULES, st.integers(0, 99))
+@property_test(
+    st.lists(st.tuples(NUMBERS, st.sampled_from(KINDS)), min_size=1, max_size=3),
+    SCHEDULES,
+    st.integers(0, 99),
+    interpreted=120,
+    native=40,
+)
 def test_any_expression(programs: list[tuple[str, str]], schedule: Schedule, seed: int) -> None:
     """However subexpressions are shared, fused, hoisted and written over one another, the values are numpy's."""
     rng = np.random.default_rng(seed)

@@ -49,6 +49,8 @@ from tilewright.dsl.errors import NotTraceable as NotAValue
 from tilewright.dsl.schedule import Schedule
 from tilewright.ops.cache import PagedLeaf
 
+pytestmark = pytest.mark.both_targets(slow=True)
+
 EVERY_SCHEDULE = each(
     Schedule(rows=2, keys=3, masks="split"),
     Schedule(rows=8, keys=1024),
@@ -514,6 +516,7 @@ def test_parameters_named_like_lengths() -> None:
 # ---- windows of rows, threads ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.interpreted("sees every window made: native calls keep theirs, tests/test_scratch_memory.py")
 @pytest.mark.parametrize("heads_apart", [False, True])
 def test_windows_keep_to_the_budget(
     heads_apart: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
@@ -609,6 +612,7 @@ def shown(q: Rows["dim"], cache: Paged["dim"]):
     return {"best": topk(scores, 2), "least": topk(-scores, 2)}
 
 
+@pytest.mark.interpreted("print()")
 def test_prints(capsys: pytest.CaptureFixture[str]) -> None:
     """A print in an operator that selects shows its value, once."""
     leaf = leaf_of([[1.5, -2.5, 3.5]], [1])

@@ -18,6 +18,8 @@ from tilewright.dsl import head, seq
 from tilewright.dsl.schedule import Schedule
 from tilewright.ops import PagedKVCache, merge_states
 
+pytestmark = pytest.mark.both_targets(slow=True)
+
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 EVERY_SCHEDULE = each()
 PAGE_SIZES = (1, 2, 3, 5, 8, 16, 48, 64, 96, 160, 192, 224)

@@ -10,6 +10,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 #define MOST ((int64_t)1 << 31)
+#define MANY ((int64_t)1 << 40) /* pairs: more are as good as this many */
 #define MOST_VARIABLES 24
 #define MOST_DEPTH 32
 
@@ -35,10 +36,10 @@ struct apart {
   int64_t written, written_bytes, read, read_bytes, same;
 };
 
-/* Keys lo..hi of every sequence are read through its row of a table. */
+/* Keys lo..hi of every sequence are read through its row of a table: all of them where it is exact. */
 struct reach {
   struct tensor table;
-  int64_t width, page, pages;
+  int64_t width, page, pages, exact;
   struct form lo, hi;
 };
 
@@ -56,7 +57,7 @@ struct plan {
   const struct reach *reach;
   const struct listed *listed;
   const struct form *column; /* its largest value over sequences with rows is wanted; after the last, the cost: over columns */
-  int64_t checked;           /* 0: values are not looked at but where a column needs them */
+  int64_t checked;           /* 0: values are looked at where a column needs them, else only counted */
   int64_t batch, rows, past; /* past: the leaf whose lengths say where rows begin, or -1 */
   struct tensor offsets;
 };
@@ -65,7 +66,7 @@ struct look {
   const struct plan *plan;
   char *const *data;
   const int64_t *scalars;
-  int64_t *columns;
+  int64_t *columns; /* found: the columns, the cost, and about how many pairs of a row and a key there are */
 };
 
 static int64_t element(const struct look *l, const struct tensor *t, int64_t i, int64_t j, int64_t k) {
@@ -120,11 +121,14 @@ static int are_apart(const struct look *l) {
   return 1;
 }
 
-static int pages_fine(const struct look *l, const struct reach *r, int64_t sequence, const int64_t *variables) {
+static int pages_fine(const struct look *l, const struct reach *r, int64_t sequence, const int64_t *variables,
+                      double *keys) {
   int64_t lo, hi;
   if (!evaluate(&r->lo, variables, &lo) || !evaluate(&r->hi, variables, &hi)) return 0;
   if (lo < 0) lo = 0;
   if (lo >= hi) return 1;
+  *keys += (double)(hi - lo);
+  if (!l->plan->checked || !r->exact) return 1;
   if (r->page <= 0 || hi > r->width * r->page) return 0;
   for (int64_t column = lo / r->page, last = (hi - 1) / r->page; column <= last; column++) {
     int64_t page = element(l, &r->table, sequence, column, 0);
@@ -146,8 +150,8 @@ static int entries_fine(const struct look *l, const struct listed *t, int64_t se
   return 1;
 }
 
-/* One sequence, of rows first..end - 1. */
-static int sequence_fine(const struct look *l, int64_t sequence, int64_t first, int64_t end) {
+/* One sequence, of rows first..end - 1, whose pairs with keys are added. */
+static int sequence_fine(const struct look *l, int64_t sequence, int64_t first, int64_t end, double *pairs) {
   const struct plan *p = l->plan;
   int64_t variables[MOST_VARIABLES], *v = variables + 3;
   for (int64_t i = 0; i < p->leaves; i++, v++) {
@@ -163,28 +167,44 @@ static int sequence_fine(const struct look *l, int64_t sequence, int64_t first, 
     if (!evaluate(&p->column[i], variables, &found)) return 0;
     if (found > l->columns[i]) l->columns[i] = found;
   }
-  if (!p->checked) return 1;
+  double keys = 0;
   for (int64_t i = 0; i < p->reaches; i++)
-    if (!pages_fine(l, &p->reach[i], sequence, variables)) return 0;
-  for (int64_t i = 0; i < p->lists; i++)
-    for (int64_t row = first; row < end; row++)
+    if (!pages_fine(l, &p->reach[i], sequence, variables, &keys)) return 0;
+  for (int64_t i = 0; i < p->lists; i++) {
+    keys += (double)p->listed[i].slots;
+    for (int64_t row = first; p->checked && row < end; row++)
       if (!entries_fine(l, &p->listed[i], sequence, row, variables[p->listed[i].limit])) return 0;
+  }
+  *pairs += (double)(end - first) * keys;
   return 1;
 }
 
-/* FINE or LOOK_AGAIN. Where it is fine, the plan's columns and the cost of a row have been written. */
-EXPORT int tw_look(const struct look *l) {
+static int sequences_fine(const struct look *l, double *pairs) {
   const struct plan *p = l->plan;
-  if (!are_apart(l)) return LOOK_AGAIN;
-  if (!p->checked && !p->columns) return FINE;
-  for (int64_t i = 0; i < p->columns; i++) l->columns[i] = 0;
   int64_t first = element(l, &p->offsets, 0, 0, 0), end = first;
-  if (first != 0) return LOOK_AGAIN;
+  if (first != 0) return 0;
   for (int64_t sequence = 0; sequence < p->batch; sequence++, first = end) {
     end = element(l, &p->offsets, sequence + 1, 0, 0);
-    if (end < first || end > p->rows || !sequence_fine(l, sequence, first, end)) return LOOK_AGAIN;
+    if (end < first || end > p->rows || !sequence_fine(l, sequence, first, end, pairs)) return 0;
   }
-  if (end != p->rows) return LOOK_AGAIN;
-  if (p->columns && !evaluate(&p->column[p->columns], l->columns, &l->columns[p->columns])) return LOOK_AGAIN;
+  return end == p->rows;
+}
+
+/* FINE or LOOK_AGAIN. Where it is fine, the plan's columns, the cost of a row and the pairs have been written. */
+EXPORT int tw_look(const struct look *l) {
+  const struct plan *p = l->plan;
+  int64_t *cost = &l->columns[p->columns], *found = cost + 1;
+  double pairs = 0;
+  for (int64_t i = 0; i < p->columns; i++) l->columns[i] = 0;
+  *found = MANY;
+  if (!are_apart(l)) return LOOK_AGAIN;
+  if (!sequences_fine(l, &pairs)) return p->checked || p->columns ? LOOK_AGAIN : FINE; /* nobody wants values looked at */
+  if (pairs < (double)MANY) *found = (int64_t)pairs;
+  if (p->columns && !evaluate(&p->column[p->columns], l->columns, cost)) return LOOK_AGAIN;
   return FINE;
+}
+
+/* Workspaces as kernels find them: beside the checks, because prepared calls need both and load one library. */
+EXPORT void tw_fill(int32_t *words, int64_t count, int32_t value) {
+  for (int64_t i = 0; i < count; i++) words[i] = value;
 }

@@ -8,6 +8,7 @@
 #include "memory.h"
 #include "primitives.h"
 #include "program.h"
+#include "stream.h"
 
 #if !defined(TW_PRIMITIVES_APART)
 #include "few_rows.h"

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -121,16 +122,102 @@ def calls() -> Figures:
     out["call of 8 one-row sequences [us]"] = _per_call(
         public_operator(make(Shape("8 rows", (1,) * 8, (0,) * 8), torch.float32))
     )
+    for name, each in _one_row_calls().items():
+        out[f"one-row call, {name} [us]"] = _per_call(each)
+        if kernel := _kernel(each):
+            out[f"its kernel, {name} [us]"] = kernel
+    out["call of a new shape [us]"] = _new_shapes()
     out[f"one-row call of {BASELINE}, which checks nothing [us]"] = _per_call(torch_heads(one))
     os.environ["TILEWRIGHT_VALIDATE"] = "0"
     out["one-row call, TILEWRIGHT_VALIDATE=0 [us]"] = _per_call(call)
     return out
 
 
+def _one_row_calls() -> dict[str, Callable[[], object]]:
+    """Every published operator, with and without a buffer, and one run from its declaration; small heads."""
+    import torch
+
+    from tilewright import run
+    from tilewright.ops import (
+        PagedKVCache,
+        generic_flash_attention_kv_cache_ragged_sink,
+        latent_sparse_attention_ragged_paged,
+        mla_indexer_ragged_float8_paged,
+    )
+    from tilewright.ops.flash_attention import flash_attention
+    from tilewright.ops.masks import mask_named
+
+    offsets, table = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([[2, 0]], dtype=torch.int32)
+    empty, four = torch.zeros(1, dtype=torch.int32), torch.full((1,), 4, dtype=torch.int32)
+    kv = PagedKVCache(torch.randn(4, 2, 1, 16, 2, 64), table, empty)
+    recent = PagedKVCache(torch.randn(4, 1, 1, 16, 1, 64), table, empty).layer(0)
+    entries = PagedKVCache(torch.randn(4, 1, 1, 16, 1, 64), table, four).layer(0)
+    listed = torch.tensor([[0, 1, -1, -1]], dtype=torch.int32)
+    keys = torch.randn(4, 1, 1, 16, 1, 64).to(torch.float8_e4m3fn)
+    scored = PagedKVCache(keys, table, empty, scales=torch.ones(4, 1, 1, 16, 1, 1))
+    q, buffer = torch.randn(1, 8, 64), torch.empty(1, 8, 64)
+    q8, q_s = q.to(torch.float8_e4m3fn), torch.ones(1, 8)
+    declared = {"q": q, "kv": kv.layer(0), "scale": 0.125, "sink": None}
+    constants = {"mask": mask_named("bench", "causal", None)}
+    return {
+        "attention": lambda: generic_flash_attention_kv_cache_ragged_sink(q, offsets, kv, 0, 0.125),
+        "attention into a buffer": lambda: generic_flash_attention_kv_cache_ragged_sink(
+            q, offsets, kv, 0, 0.125, output=buffer
+        ),
+        "latent attention": lambda: latent_sparse_attention_ragged_paged(
+            q, offsets, listed, None, recent, entries, 0.125, window=8
+        ),
+        "indexer": lambda: mla_indexer_ragged_float8_paged(q8, q_s, offsets, scored, 0, top_k=4),
+        "attention from its declaration": lambda: run(flash_attention, declared, offsets, constants=constants),
+    }
+
+
+def _new_shapes() -> float:
+    """Median microseconds of calls whose table has a width of their own."""
+    import torch
+
+    from tilewright.ops import PagedKVCache, generic_flash_attention_kv_cache_ragged_sink
+
+    pool, q, offsets = torch.zeros(4, 2, 1, 16, 2, 64), torch.zeros(1, 8, 64), torch.tensor([0, 1], dtype=torch.int32)
+    lengths = torch.zeros(1, dtype=torch.int32)
+    times = []
+    for width in range(1, 101):
+        cache = PagedKVCache(pool, torch.zeros(1, width, dtype=torch.int32), lengths)
+        times.append(_milliseconds(partial(generic_flash_attention_kv_cache_ragged_sink, q, offsets, cache, 0, 0.1)))
+    return statistics.median(times) * 1e3
+
+
 def _per_call(call: Callable[[], object]) -> float:
-    """Median microseconds of many short samples."""
+    """Microseconds of CPU time: of several medians of short samples the smallest, for neighbours only ever add."""
     call()
-    return statistics.median(_milliseconds(lambda: [call() for _ in range(10)]) / 10 * 1e3 for _ in range(15))
+    samples = max(15, min(200, int(20 / max(1e-3, _milliseconds(call)))))
+    return min(
+        statistics.median(_milliseconds(lambda: [call() for _ in range(10)]) / 10 * 1e3 for _ in range(samples))
+        for _ in range(3)
+    )
+
+
+def _kernel(call: Callable[[], object]) -> float | None:
+    """Microseconds that the native program takes in such a call; None where none runs."""
+    from tilewright.codegen_cache.native import Program
+
+    times: list[int] = []
+    real = Program.call
+
+    def timed(self: Program, arguments: int, threads: int) -> None:
+        start = time.perf_counter_ns()
+        real(self, arguments, threads)
+        times.append(time.perf_counter_ns() - start)
+
+    Program.call = timed  # type: ignore[method-assign]
+    try:
+        for _ in range(2000):
+            call()
+            if not times:
+                return None
+    finally:
+        Program.call = real  # type: ignore[method-assign]
+    return statistics.median(times) / 1e3
 
 
 def memory() -> Figures:

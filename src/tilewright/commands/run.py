@@ -15,7 +15,7 @@ from tilewright.codegen_cache.launch import choose_target, run
 from tilewright.dsl.dtypes import DType, Kind
 from tilewright.dsl.interp import Interpreter
 from tilewright.dsl.interp_values import Frame
-from tilewright.dsl.loops import For, If, Let, Search, Stmt
+from tilewright.dsl.loops import For, If, Let, Search, Stmt, Strip
 from tilewright.dsl.lower import lower
 from tilewright.dsl.printer import show_stmt
 from tilewright.dsl.rewrite import written
@@ -53,7 +53,7 @@ def plan(inputs: Inputs, schedule_text: str | None, target: str | None) -> Plan:
     spec, name = inputs.spec, inputs.operator.name
     dtypes = {n: e.dtype for n, e in spec.outputs}
     bound = bind(name, spec, inputs.arguments, inputs.input_row_offsets, dtypes, {})
-    chosen = choose_target(name, target, bound.device)
+    chosen = choose_target(name, target, bound.device, spec)
     default = default_schedule(chosen, spec, bound.binding, bound.rows, bound.batch)
     return Plan(inputs, bound, chosen, read_schedule(schedule_text, default))
 
@@ -84,16 +84,16 @@ def timed(call: Callable[[], dict[str, Tensor]]) -> tuple[dict[str, Tensor], flo
 
 
 def trace(p: Plan, emit: Callable[[str], None], limit: int) -> tuple[Ran, int]:
-    """Run once in the interpreter, showing the first `limit` executed statements; and how many were executed in all.
+    """Run the target's nest once in the interpreter, showing the first `limit` statements; and how many there were.
 
     A line has the author's place, the statement, and of the tile it made the extremes of its finite elements and how
-    many are NaN. Loops and branches themselves are left out: they would stand after their bodies.
+    many are NaN. Loops, strips and branches themselves are left out: they would stand after their bodies.
     """
     count = 0
 
     def tell(s: Stmt, f: Frame) -> None:
         nonlocal count
-        if isinstance(s, For | If):
+        if isinstance(s, For | If | Strip):
             return
         count += 1
         if count <= limit:
