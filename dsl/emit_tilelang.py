@@ -60,7 +60,7 @@ def emit_tilelang(program: Program, gpu: Gpu, *, aligned: bool = True) -> TileLa
     """
     target = f"{gpu.kind}:{gpu.name}"
     workspaces = frozenset(w.name for w in program.workspaces)
-    printers = [KernelPrinter(k, workspaces, target, gpu, aligned) for k in program.kernels]
+    printers = [KernelPrinter(k, workspaces, target, aligned) for k in program.kernels]
     bodies = [line for p in printers for line in ("", "", *p.function())]
     decodes = any(a.dtype is f8e4m3 for k in program.kernels for a in k.args)
     head = [

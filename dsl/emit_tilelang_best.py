@@ -9,19 +9,13 @@ from __future__ import annotations
 
 from .emit_tilelang_values import Values
 from .errors import IllegalSchedule
-from .gpu import Gpu
+from .legal_gpu import BINS, selection_slots
 from .loops import Best, Kernel
 
-BINS = 256  # of an 8-bit digit
 PREFIX, NEED, TIED, TAKEN, WORD = range(5)  # of `best_state`: what the threads agree on
 
 
-def room(k: int) -> int:
-    """Slots that are sorted: a power of two."""
-    return 1 << max(0, k - 1).bit_length()
-
-
-def best_lines(s: Best, values: Values, kernel: Kernel, gpu: Gpu) -> list[str]:
+def best_lines(s: Best, values: Values, kernel: Kernel) -> list[str]:
     """The statement for a tile of one point. Raises IllegalSchedule where a tile holds more."""
     *outer, rank = s.dst.axes
     for axis in outer:
@@ -29,17 +23,18 @@ def best_lines(s: Best, values: Values, kernel: Kernel, gpu: Gpu) -> list[str]:
             problem = "a selection on a GPU is of one row and head at a time"
             raise IllegalSchedule(field="rows", value=values.layout.sizes[axis], problem=problem)
     k, threads = values.layout.sizes[rank], kernel.threads
+    slots = selection_slots(k)
     row = ", ".join(values.text(i) for i in s.index)
     return [
         f'best_histogram = T.alloc_shared(({BINS},), "int32")',
         'best_state = T.alloc_shared((5,), "uint32")',
-        f'best_keys = T.alloc_shared(({room(k)},), "uint32")',
-        f'best_columns = T.alloc_shared(({room(k)},), "int32")',
+        f'best_keys = T.alloc_shared(({slots},), "uint32")',
+        f'best_columns = T.alloc_shared(({slots},), "int32")',
         *(f'best_{n} = T.alloc_var("uint32")' for n in ("key", "word", "need", "above", "other")),
         *(f'best_{n} = T.alloc_var("int32")' for n in ("count", "digits", "slot", "column", "second")),
         "best_thread = T.get_thread_binding()",
         f"best_count = {values.text(s.count)}",
-        *_strided("i", str(room(k)), threads, ["best_keys[i] = T.uint32(0)", "best_columns[i] = -1"]),
+        *_strided("i", str(slots), threads, ["best_keys[i] = T.uint32(0)", "best_columns[i] = -1"]),
         "if best_thread == 0:",
         f"    best_state[{PREFIX}] = T.uint32(0)",
         f"    best_state[{NEED}] = T.uint32({k})",
@@ -58,7 +53,7 @@ def best_lines(s: Best, values: Values, kernel: Kernel, gpu: Gpu) -> list[str]:
         "# what lies above, in any order",
         *_strided("i", "best_count", threads, _collected(s.window, row)),
         "T.sync_threads()",
-        *_sorted(room(k), threads),
+        *_sorted(slots, threads),
         *_strided("i", str(k), threads, [
             f"t_{s.dst.name}[{_first(values, s)}i] = T.if_then_else(best_keys[i] != T.uint32(0), best_columns[i], -1)"
         ]),

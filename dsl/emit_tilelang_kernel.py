@@ -14,7 +14,6 @@ from .emit_tilelang_best import best_lines
 from .emit_tilelang_values import ELEMENTS, Layout, Values
 from .errors import NotOnTarget
 from .expr import ALWAYS, Axes, Const, Elem, Expr, Var
-from .gpu import Gpu
 from .loops import Arg, Best, Fetch, For, If, Kernel, KeyLoop, Let, Search, Stmt, Store, Strip
 from .passes_gpu import POINTS, has_points, in_registers, is_load, on_matrix_units
 from .printer import show_stmt
@@ -44,8 +43,8 @@ def stride_unit(a: Arg) -> int:
 class KernelPrinter:
     """The text of one kernel. Raises NotOnTarget for a statement that has no form."""
 
-    def __init__(self, kernel: Kernel, workspaces: frozenset[str], target: str, gpu: Gpu, aligned: bool) -> None:
-        self.kernel, self.target, self.gpu, self.aligned = kernel, target, gpu, aligned
+    def __init__(self, kernel: Kernel, workspaces: frozenset[str], target: str, aligned: bool) -> None:
+        self.kernel, self.target, self.aligned = kernel, target, aligned
         self.workspaces = workspaces
         sizes = {a: n for t in kernel.tiles for a, n in t.axes}
         self.layout = Layout(sizes, kernel.points)
@@ -163,7 +162,7 @@ class KernelPrinter:
                 self._store(s)
             case Best():
                 self._say(s, s.loc)
-                for line in best_lines(s, self.values, self.kernel, self.gpu):
+                for line in best_lines(s, self.values, self.kernel):
                     self._line(line)
             case Show():
                 instead = "target='interpret', which runs it"

@@ -7,11 +7,24 @@ from math import prod
 from .dtypes import DTYPES, f32
 from .errors import IllegalSchedule
 from .gpu import MATRIX, Gpu
-from .loops import For, Program
-from .passes_gpu import is_load
+from .loops import Best, For, Program
+from .passes_gpu import POINTS, is_load
 from .rewrite import statements
 from .schedule import Binding, Schedule
 from .tile import Map, TileProgram
+
+
+BINS = 256  # of a digit of a selection
+
+
+def selection_slots(k: int) -> int:
+    """Keys that a selection of k sorts: a power of two."""
+    return 1 << max(0, k - 1).bit_length()
+
+
+def selection_bytes(k: int) -> int:
+    """Shared memory of a selection beside its result: a histogram, five numbers, and keys and columns that it sorts."""
+    return 4 * BINS + 4 * 5 + 8 * selection_slots(k)
 
 
 def _refuse(schedule: Schedule, field: str, problem: str) -> None:
@@ -61,9 +74,12 @@ def shared_bytes(program: Program, kernel: str) -> dict[str, int]:
         if isinstance(s, Map) and is_load(s)
     }
     out: dict[str, int] = {}
+    if any(isinstance(s, Best) for s in statements(k.body)):
+        ranks = max(n for t in k.tiles for a, n in t.axes if a not in POINTS)
+        out["a selection's slots"] = selection_bytes(ranks)
     for t in k.tiles:
         if t.scope == "shared":
-            points = {"row", "head"} & {a for a, _ in t.axes}
+            points = set(POINTS) & {a for a, _ in t.axes}
             elements = prod(n for a, n in t.axes if a not in points)
             elements *= k.points if len(points) == 2 else prod(n for a, n in t.axes if a in points)
             out[t.name] = elements * t.dtype.bits // 8 * copies.get(t.name, 1)
