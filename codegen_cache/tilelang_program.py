@@ -9,6 +9,7 @@ import contextlib
 import importlib.metadata
 import io
 import linecache
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from tilewright.dsl.gpu import Gpu
 from tilewright.dsl.loops import Program
 
 from .device_source import DeviceSource
-from .store import Store, cache_root, key_of, scratch_root
+from .store import Store, cache_root, key_of, private_folder, scratch_root
 
 DEVICE: Final = "device.json"  # the DeviceSource of an entry
 READER: Final = 1  # counted up when what is read from TileLang's result changes
@@ -86,6 +87,7 @@ def _found_or_made(
 ) -> tuple[DeviceSource, float]:
     if (entry := store.find(key)) is not None:
         return _read(entry), 0.0
+    private_folder(store.root)
     with store.lock(key) as locked:
         if (entry := store.find(key, locked=locked)) is not None:
             return _read(entry), 0.0
@@ -93,8 +95,11 @@ def _found_or_made(
         made = _lower(source, k, gpu)
         seconds = time.process_time() - start
         place = store.workplace(key, locked=locked)
-        (place / DEVICE).write_text(made.to_json())
-        store.publish(key, parts, place)
+        try:
+            (place / DEVICE).write_text(made.to_json())
+            store.publish(key, parts, place)
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
         return made, seconds
 
 
@@ -137,7 +142,7 @@ def _functions(text: str, name: str) -> dict[str, Callable[[], Any]]:
     file = f"<tilelang {name}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     made: dict[str, Any] = {"__name__": "tilewright_program"}
-    exec(compile(text, file, "exec"), made)  # our own text
+    exec(compile(text, file, "exec", dont_inherit=True), made)  # our own text
     return made
 
 

@@ -17,7 +17,7 @@ from .expr import ALWAYS, Axes, Const, Elem, Expr, Var
 from .loops import Arg, Best, Fetch, For, If, Kernel, KeyLoop, Let, Search, Stmt, Store, Strip
 from .passes_gpu import POINTS, has_points, in_registers, is_load, on_matrix_units
 from .printer import show_stmt
-from .rewrite import Body
+from .rewrite import Body, statements, written
 from .source import Loc
 from .tile import Gemm, Map, Mask, Reduce, Show
 
@@ -54,6 +54,7 @@ class KernelPrinter:
         self._variables: list[tuple[str, str]] = []  # name, dtype
         self._lines: list[str] = []
         self._indent = 0
+        self._written: set[str] = set()  # shared tiles, since all threads last waited for each other
 
     # ---- the function ------------------------------------------------------------------------------------------------
 
@@ -119,6 +120,16 @@ class KernelPrinter:
     def _line(self, text: str) -> None:
         self._lines.append("    " * self._indent + text)
 
+    def _wait(self, read: set[str] | None = None) -> None:
+        """A barrier, where tiles that are read next were written by other threads.
+
+        TileLang sets barriers itself, but not well everywhere: one in a loop is missing if the loop is not entered, and
+        before sums it has only the threads wait that hold results, not those that wrote what is summed.
+        """
+        if self._written if read is None else self._written & read:
+            self._line("T.sync_threads()")
+            self._written = set()
+
     def _variable(self, name: str, dtype: str = "int32") -> str:
         if (name, dtype) not in self._variables:
             self._variables.append((name, dtype))
@@ -171,6 +182,7 @@ class KernelPrinter:
                 raise AssertionError(f"{type(s).__name__} in a finished loop nest of a GPU")
             case _:
                 assert_never(s)
+        self._written |= {n for n in written(s) if self._is_shared(n)}
 
     def _say(self, s: Stmt, loc: Loc | None) -> None:
         where = f"  # {PurePath(loc.file).name}:{loc.line}" if loc is not None else ""
@@ -209,6 +221,14 @@ class KernelPrinter:
         self._line(f"        {end} = {middle}")
 
     def _for(self, s: For) -> None:
+        self._wait()
+        self._loop(s)
+        self._written |= {n for x in statements(s.body) for n in written(x) if self._is_shared(n)}
+
+    def _is_shared(self, tile: str) -> bool:
+        return tile in self.values.tiles and self.values.tiles[tile].scope == "shared"
+
+    def _loop(self, s: For) -> None:
         if not s.stages:
             lo, hi = self._scalar(f"{s.var}_begin", s.lo), self._scalar(f"{s.var}_end", s.hi)
             self._line(f"for {s.var} in T.serial({lo}, {hi}):")
@@ -219,18 +239,29 @@ class KernelPrinter:
         at = len(self._lines)
         names = self.values.names
         self.values = replace(self.values, names={**names, s.var: f"({lo} + {s.var})"})
-        self._inside(s.body)
+        self._indent += 1
+        stages: list[int] = []  # of each statement of the text
+        for x in s.body:
+            before = len(self._lines)
+            self._statement(x)
+            ahead = isinstance(x, Map) and is_load(x)
+            stages += [0 if ahead else 1 for line in self._lines[before:] if self._starts_statement(line)]
+        self._indent -= 1
         self.values = replace(self.values, names=names)
-        self._lines.insert(at, "    " * self._indent + f"for {s.var} in T.Pipelined({count}, {self._staging(s)}):")
+        self._lines.insert(
+            at, "    " * self._indent + f"for {s.var} in T.Pipelined({count}, {self._staging(s, stages)}):"
+        )
 
-    def _staging(self, s: For) -> str:
+    def _starts_statement(self, line: str) -> bool:
+        indent = "    " * self._indent
+        return line.startswith(indent) and line[len(indent)] not in " #"
+
+    def _staging(self, s: For, stages: list[int]) -> str:
         """Copies out of pages are staged by TileLang; rows gathered are staged here, with the pages they lie in."""
-        body = [x for x in s.body if not isinstance(x, Let)]
-        loads = [x for x in body if isinstance(x, Map) and is_load(x)]
+        loads = [x for x in s.body if isinstance(x, Map) and is_load(x)]
         if loads and all(self._is_copy(x) for x in loads):
             return f"num_stages={s.stages}"
-        stages = [0 if x in loads else 1 for x in body]
-        return f"order={list(range(len(body)))}, stage={stages}"
+        return f"order={list(range(len(stages)))}, stage={stages}"
 
     # ---- statements over tiles ---------------------------------------------------------------------------------------
 
@@ -281,10 +312,11 @@ class KernelPrinter:
             )
             return
         start = None if s.accumulate else "T.float32(0)"
-        self._serial(s.dst.axes, s.dst.name, start, s.over, lambda v, d: f"{d} + {v.text(s.a)} * {v.text(s.b)}")
+        read = {s.a.name, s.b.name}
+        self._serial(s.dst.axes, s.dst.name, start, s.over, read, lambda v, d: f"{d} + {v.text(s.a)} * {v.text(s.b)}")
 
     def _reduce(self, s: Reduce) -> None:
-        if in_registers(s, dict(self.layout.sizes)):
+        if self.values.tiles[s.src.name].scope == "fragment" and in_registers(s, dict(self.layout.sizes)):
             dim = self.layout.dims(s.src.axes).index(s.over)
             self._line(f"T.reduce_{s.kind}(t_{s.src.name}, t_{s.dst.name}, dim={dim}, clear=True)")
             return
@@ -295,10 +327,11 @@ class KernelPrinter:
         def step(v: Values, d: str) -> str:
             return f"T.max({d}, {v.text(s.src)})" if s.kind == "max" else f"{d} + {v.text(s.src)}"
 
-        self._serial(s.dst.axes, s.dst.name, start, s.over, step)
+        self._serial(s.dst.axes, s.dst.name, start, s.over, {s.src.name}, step)
 
-    def _serial(self, axes: Axes, dst: str, start: str | None, over: str, step: Step) -> None:
+    def _serial(self, axes: Axes, dst: str, start: str | None, over: str, read: set[str], step: Step) -> None:
         """A sum or maximum of elements that every thread reads, each result by the thread that holds it."""
+        self._wait(read)
         inside = self._parallel(axes)
         element = f"t_{dst}[{inside.place(axes)}]"
         if start is not None:

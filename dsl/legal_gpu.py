@@ -13,7 +13,6 @@ from .rewrite import statements
 from .schedule import Binding, Schedule
 from .tile import Map, TileProgram
 
-
 BINS = 256  # of a digit of a selection
 
 

@@ -12,7 +12,7 @@ from .legal_gpu import check_gpu, check_room
 from .loops import Program
 from .passes_address import bind_coordinates
 from .passes_clean import allocate_tiles, hoist_invariants, remove_unused
-from .passes_gpu import pad_features, place_tiles, stage_loads
+from .passes_gpu import pad_features, place_tiles, share_reads, stage_loads
 from .passes_kernel import form_kernel, partition_keys
 from .passes_keys import apply_masks, bound_key_loops, fetch_keys
 from .passes_strip import cut_strips, round_operands
@@ -29,6 +29,7 @@ PASSES: tuple[Pass, ...] = (
     fetch_keys,  #        key rows through the page table, only those that some row sees
     apply_masks,  #       unseen keys become what the reduction calls absent
     bind_coordinates,  #  positions, heads and captured tensors become addresses; rows past the end are guarded
+    share_reads,  #       on GPUs: elements that many points of a tile need are read once
     hoist_invariants,  #  what does not change from key tile to key tile moves out of the loop
     remove_unused,  #     scalars and tiles that nothing reads
     round_operands,  #    what matrix products multiply, in the type they multiply in

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
-from .algebra import both, less, rebuild, where
+from .algebra import both, less, rebuild, substitute, where
 from .context import Context
 from .dtypes import Kind, f32
-from .expr import Const, Elem, Expr, Iota, Op, Tile, walk
+from .expr import Axes, Const, Elem, Expr, Iota, Op, Tile, walk
 from .gpu import MATRIX
-from .loops import Alloc, Best, For, Kernel, Program, Stmt, Store
+from .loops import Alloc, Best, For, If, Kernel, Program, Stmt, Store
 from .passes_strip import is_product
 from .rewrite import Body, map_expressions, rewrite_body, statements, written
+from .source import Loc
 from .tile import Gemm, Map, Reduce
 
 POINTS = ("row", "head")
@@ -20,6 +22,55 @@ POINTS = ("row", "head")
 def on_matrix_units(g: Gemm) -> bool:
     """Products of narrow tiles; float32 has none that keep its precision, and is summed by ordinary arithmetic."""
     return is_product(g) and g.a.dtype is not f32 and g.a.dtype is g.b.dtype
+
+
+# ---- reads -----------------------------------------------------------------------------------------------------------
+
+
+def share_reads(program: Program, cx: Context) -> Program:
+    """Read from memory once what many points of a tile need.
+
+    before: seen[row, key] = .. document(q0 + i_row) == document(k0 + i_key) ..
+    after:  at0[row] = document(q0 + i_row); at1[key] = document(k0 + i_key); seen[row, key] = .. at0 == at1 ..
+    Elements that vary over fewer axes than the tile they are used for; those of rows then move out of the key loop.
+    """
+    if cx.gpu is None:
+        return program
+    return replace(program, kernels=tuple(replace(k, body=_Reads().body(k.body, {})) for k in program.kernels))
+
+
+class _Reads:
+    """Tiles of elements, numbered over a kernel; `known` are those that hold at a place of a body."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def body(self, body: Body, known: dict[Expr, Tile]) -> Body:
+        out: list[Stmt] = []
+        known = dict(known)
+        for s in body:
+            match s:
+                case For() | If():
+                    out.append(replace(s, body=self.body(s.body, known)))
+                case Map(dst, e):
+                    out += self._made(dst.axes, e, known, s.loc)
+                    out.append(replace(s, expr=substitute(e, dict(known))))
+                case _:
+                    out.append(s)
+        return tuple(out)
+
+    def _made(self, axes: Axes, e: Expr, known: dict[Expr, Tile], loc: Loc | None) -> list[Stmt]:
+        """Maps that fill tiles of the elements that e reads for fewer axes than it is made for."""
+        made: list[Stmt] = []
+        for x in walk(e):
+            if not isinstance(x, Elem) or x in known or not x.axes or set(x.axes) == set(axes):
+                continue
+            if x.dtype.kind is Kind.BOOL or any(isinstance(y, Tile) for y in walk(x)):
+                continue  # tiles hold numbers; and what is in a tile changes
+            known[x] = Tile(f"{x.tensor}_at{self._count}", x.axes, x.dtype)
+            self._count += 1
+            made.append(Map(known[x], x, loc))
+        return made
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
@@ -108,7 +159,7 @@ def place_tiles(program: Program, cx: Context) -> Program:
     before: tile q[row:3, head:5, dim:64]
     after:  tile q[row:3, head:5, dim:64] shared; 128 threads; 64 points
     Sums over points are of tiles that every thread reads, as are operands that matrix units take from memory; what is
-    computed for (row, head) points stays in registers of the threads that own them.
+    computed for (row, head) points stays in registers of the threads that own them, if they can share it evenly.
     """
     gpu = cx.gpu
     assert gpu is not None
@@ -122,13 +173,24 @@ def _placed(k: Kernel, threads: int, warps: int) -> Kernel:
     count = sizes.get("row", 1) * sizes.get("head", 1)
     products = any(isinstance(s, Gemm) and on_matrix_units(s) for s in statements(k.body))
     quantum = MATRIX * warps if products else 1
-    shared = _read_by_all(k, sizes)
+    points = -(-count // quantum) * quantum
+    owned = [t for t in k.tiles if has_points(_axes(t), sizes)]
+    uneven = {t.name for t in owned if points * prod(n for a, n in t.axes if a not in POINTS) % threads and _is_wide(t)}
+    shared = _read_by_all(k, sizes) | uneven
+    if uneven and not products:  # registers of what is left would have to match no layout in particular
+        shared = {t.name for t in k.tiles}
+    fragments = {t.name for t in owned} - shared
+    tiles = tuple(replace(t, scope="fragment" if t.name in fragments else "shared") for t in k.tiles)
+    return replace(k, tiles=tiles, threads=threads, points=points)
 
-    def placed(t: Alloc) -> Alloc:
-        own = t.name not in shared and has_points(tuple(a for a, _ in t.axes), sizes)
-        return replace(t, scope="fragment" if own else "shared")
 
-    return replace(k, tiles=tuple(map(placed, k.tiles)), threads=threads, points=-(-count // quantum) * quantum)
+def _axes(t: Alloc) -> tuple[str, ...]:
+    return tuple(a for a, _ in t.axes)
+
+
+def _is_wide(t: Alloc) -> bool:
+    """Whether a tile has elements beside its points, which threads then divide among themselves."""
+    return any(a not in POINTS for a, _ in t.axes)
 
 
 def has_points(axes: tuple[str, ...], sizes: dict[str, int]) -> bool:

@@ -16,15 +16,15 @@ def gpu_schedule(gpu: Gpu, spec: Spec, binding: Binding, rows: int, batch: int) 
     """By the mean number of query rows of a sequence, rounded up to a power of two: few schedules, compiled once."""
     mean = 1 << (-(-rows // max(1, batch)) - 1).bit_length() if rows else 1
     lists = [part for source in spec.sources for part in source.parts if isinstance(part, Listed)]
-    heads = 1 if any("head" in part.axes for part in lists) else binding.heads if spec.selects else binding.group
+    own = 1 if any("head" in part.axes for part in lists) else None  # heads of a tile; None: the group
+    heads = own or binding.group
     products = product_type(spec, binding)
     points = POINTS if products != "float32" else POINTS // 4
     few = 1 if lists else max(1, min(mean, points // heads))
     if (width := score_width(spec, binding)) > 16:  # a score for each feature: far fewer points make a tile
         keys = max(MATRIX, min(64, (1 << 12) // width // MATRIX * MATRIX))
-        return Schedule(rows=1, heads=1 if lists else None, keys=keys, products=products)
+        return Schedule(rows=1, heads=own, keys=keys, products=products)
     parts = _partitions(spec, binding, mean, batch)
-    own = None if heads == binding.group else heads
     return Schedule(few, own, _keys(gpu, spec, binding, products, heads * few), parts, products=products)
 
 

@@ -18,7 +18,7 @@ _LOWERED: dict[str, tuple[type, ...]] = {
 }
 _ORDER = (
     "form_kernel", "partition_keys", "bound_key_loops", "fetch_keys", "apply_masks", "bind_coordinates",
-    "hoist_invariants", "remove_unused", "round_operands", "cut_strips", "allocate_tiles",
+    "share_reads", "hoist_invariants", "remove_unused", "round_operands", "cut_strips", "allocate_tiles",
     "pad_features", "place_tiles", "stage_loads",
 )  # fmt: skip
 _NEVER = (Dot, Reduction, KeyField, FoldResult, Selected)  # the tile program has replaced these
