@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from math import prod
 
 from .algebra import both, less, rebuild, substitute, where
 from .context import Context
 from .dtypes import Kind, f32
-from .expr import Axes, Const, Elem, Expr, Iota, Op, Tile, walk
+from .expr import Const, Elem, Expr, Iota, Op, Tile, Var, walk
 from .gpu import MATRIX
-from .loops import Alloc, Best, For, If, Kernel, Program, Stmt, Store
+from .loops import Alloc, Best, For, If, Kernel, Let, Program, Stmt, Store
 from .passes_strip import is_product
 from .rewrite import Body, map_expressions, rewrite_body, statements, written
-from .source import Loc
 from .tile import Gemm, Map, Reduce
 
 POINTS = ("row", "head")
@@ -32,11 +32,12 @@ def share_reads(program: Program, cx: Context) -> Program:
 
     before: seen[row, key] = .. document(q0 + i_row) == document(k0 + i_key) ..
     after:  at0[row] = document(q0 + i_row); at1[key] = document(k0 + i_key); seen[row, key] = .. at0 == at1 ..
-    Elements that vary over fewer axes than the tile they are used for; those of rows then move out of the key loop.
+    Elements that vary over fewer axes than the tile they are used for, or that several tiles are made of. Those of rows
+    then move out of the key loop, and one for a whole tile is a scalar before it.
     """
     if cx.gpu is None:
         return program
-    return replace(program, kernels=tuple(replace(k, body=_Reads().body(k.body, {})) for k in program.kernels))
+    return replace(program, kernels=tuple(replace(k, body=_Reads().kernel(k.body)) for k in program.kernels))
 
 
 class _Reads:
@@ -45,32 +46,59 @@ class _Reads:
     def __init__(self) -> None:
         self._count = 0
 
-    def body(self, body: Body, known: dict[Expr, Tile]) -> Body:
+    def kernel(self, body: Body) -> Body:
+        out: list[Stmt] = []
+        for s in body:
+            if isinstance(s, For):
+                made: dict[Expr, Expr] = {}
+                for x in _scalars(s):
+                    name = self._name(x.tensor)
+                    out.append(Let(name, x))
+                    made[x] = Var(name, x.dtype)
+                s = replace(s, body=_substituted(s.body, made))
+            out.append(s)
+        return self._body(tuple(out), {})
+
+    def _name(self, tensor: str) -> str:
+        self._count += 1
+        return f"{tensor}_at{self._count - 1}"
+
+    def _body(self, body: Body, known: dict[Expr, Tile]) -> Body:
         out: list[Stmt] = []
         known = dict(known)
+        users = Counter(x for s in statements(body) if isinstance(s, Map) for x in walk(s.expr) if isinstance(x, Elem))
         for s in body:
             match s:
                 case For() | If():
-                    out.append(replace(s, body=self.body(s.body, known)))
+                    out.append(replace(s, body=self._body(s.body, known)))
                 case Map(dst, e):
-                    out += self._made(dst.axes, e, known, s.loc)
+                    for x in walk(e):
+                        if not isinstance(x, Elem) or x in known or not _tellable(x):
+                            continue
+                        if set(x.axes) < set(dst.axes) or (users[x] > 1 and x != e):
+                            known[x] = Tile(self._name(x.tensor), x.axes, x.dtype)
+                            out.append(Map(known[x], x, s.loc))
                     out.append(replace(s, expr=substitute(e, dict(known))))
                 case _:
                     out.append(s)
         return tuple(out)
 
-    def _made(self, axes: Axes, e: Expr, known: dict[Expr, Tile], loc: Loc | None) -> list[Stmt]:
-        """Maps that fill tiles of the elements that e reads for fewer axes than it is made for."""
-        made: list[Stmt] = []
-        for x in walk(e):
-            if not isinstance(x, Elem) or x in known or not x.axes or set(x.axes) == set(axes):
-                continue
-            if x.dtype.kind is Kind.BOOL or any(isinstance(y, Tile) for y in walk(x)):
-                continue  # tiles hold numbers; and what is in a tile changes
-            known[x] = Tile(f"{x.tensor}_at{self._count}", x.axes, x.dtype)
-            self._count += 1
-            made.append(Map(known[x], x, loc))
-        return made
+
+def _tellable(x: Elem) -> bool:
+    """Whether a tile can stand for an element: it is a number, and found without tiles, which may change."""
+    return bool(x.axes) and x.dtype.kind is not Kind.BOOL and not any(isinstance(y, Tile) for y in walk(x))
+
+
+def _scalars(loop: For) -> list[Elem]:
+    """Elements that a loop reads for a whole tile, and that no iteration changes."""
+    inside = {loop.var, *(n for s in statements(loop.body) for n in written(s))}
+    read = (x for s in statements(loop.body) if isinstance(s, Map) for x in walk(s.expr) if isinstance(x, Elem))
+    names = {x: {y.name for y in walk(x) if isinstance(y, Var | Tile)} for x in dict.fromkeys(read) if not x.axes}
+    return [x for x, used in names.items() if x.dtype.kind is not Kind.BOOL and not used & inside]
+
+
+def _substituted(body: Body, table: dict[Expr, Expr]) -> Body:
+    return rewrite_body(body, lambda s: (map_expressions(s, lambda e: substitute(e, table)),))
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
