@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -183,7 +184,7 @@ def emit(
     from .commands.output import echo_json
 
     asked = _asked(op, constants, schedule, target, shape)
-    made = asked(lambda *given: emits.emit(*given, lowered=not text_only))
+    made = asked(partial(emits.emit, lowered=not text_only))
     paths = emits.write(made, folder)
     if as_json:
         echo_json({**made.document(), "files": [str(p) for p in paths]})
@@ -209,8 +210,8 @@ def verify(
 ) -> None:
     """Check an operator's GPU program without a GPU.
 
-    OP may be `all`: every operator of the library. Tier lower: the program goes through TileLang to a device source, and
-    fits in shared memory. What was lowered before is not lowered again.
+    OP may be `all`: every operator of the library. Tier lower: the program goes through TileLang to a device source,
+    and fits in shared memory. What was lowered before is not lowered again.
 
     \b
     Examples:
@@ -225,7 +226,8 @@ def verify(
     failed = 0
     for name in library() if op == "all" else (op,):
         try:
-            made = _asked(name, constants, schedule, target, shape)(lambda *given: emits.verify(*given, tier))
+            asked = _asked(name, constants, schedule, target, shape)
+            made = asked(lambda spec, binding, picked, chosen: emits.verify(spec, binding, picked, chosen, tier))
         except Exception as e:
             if op != "all" or report(e) is None:
                 raise

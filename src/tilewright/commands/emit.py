@@ -20,8 +20,6 @@ from tilewright.dsl.targets import Target
 from .errors import BadOption
 from .options import show_schedule
 
-TIERS = ("lower",)
-
 
 @dataclass(frozen=True)
 class Emitted:
@@ -150,7 +148,7 @@ def write(emitted: Emitted, folder: Path) -> list[Path]:
 
 
 def verify(spec: Spec, binding: Binding, schedule: Schedule, target: Target, tier: str) -> Emitted:
-    """Take an operator through a tier of checks; each raises what is wrong. Raises BadOption for a tier there is not."""
+    """Take an operator through a tier of checks, which raises what is wrong. Raises BadOption for an unknown tier."""
     if tier not in _CHECKS:
         raise BadOption(option="--tier", value=tier, problem=f"no such tier; known: {', '.join(_CHECKS)}")
     if target.gpu is None:
