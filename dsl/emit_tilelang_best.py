@@ -34,7 +34,7 @@ def best_lines(s: Best, values: Values, kernel: Kernel) -> list[str]:
         *(f'best_{n} = T.alloc_var("int32")' for n in ("count", "digits", "slot", "column", "second")),
         "best_thread = T.get_thread_binding()",
         f"best_count = {values.text(s.count)}",
-        *_strided("i", str(slots), threads, ["best_keys[i] = T.uint32(0)", "best_columns[i] = -1"]),
+        *_strided("best_i", str(slots), threads, ["best_keys[best_i] = T.uint32(0)", "best_columns[best_i] = -1"]),
         "if best_thread == 0:",
         f"    best_state[{PREFIX}] = T.uint32(0)",
         f"    best_state[{NEED}] = T.uint32({k})",
@@ -51,11 +51,12 @@ def best_lines(s: Best, values: Values, kernel: Kernel) -> list[str]:
         f"best_digits = T.if_then_else(best_state[{TIED}] != T.uint32(0), 4, 0)",
         *_digits("best_digits", s.window, row, threads, first=False),
         "# what lies above, in any order",
-        *_strided("i", "best_count", threads, _collected(s.window, row)),
+        *_strided("best_i", "best_count", threads, _collected(s.window, row)),
         "T.sync_threads()",
         *_sorted(slots, threads),
-        *_strided("i", str(k), threads, [
-            f"t_{s.dst.name}[{_first(values, s)}i] = T.if_then_else(best_keys[i] != T.uint32(0), best_columns[i], -1)"
+        *_strided("best_i", str(k), threads, [
+            f"t_{s.dst.name}[{_first(values, s)}best_i] = "
+            "T.if_then_else(best_keys[best_i] != T.uint32(0), best_columns[best_i], -1)"
         ]),
         "T.sync_threads()",
     ]  # fmt: skip
@@ -82,35 +83,35 @@ def _key(window: str, row: str, column: str) -> str:
 
 def _digits(count: str, window: str, row: str, threads: int, first: bool) -> list[str]:
     """Digits of one word of the key, most significant first."""
-    same = "(best_word >> shift) >> 8 == best_state[0]"
+    same = "(best_word >> best_shift) >> 8 == best_state[0]"
     belongs = f"T.And(best_key != T.uint32(0), {same})" if first else f"T.And(best_key == best_state[{WORD}], {same})"
-    word = "best_key" if first else 'T.uint32(0xFFFFFFFF) - T.cast(i, "uint32")'
+    word = "best_key" if first else 'T.uint32(0xFFFFFFFF) - T.cast(best_i, "uint32")'
     counting = [
-        f"best_key = {_key(window, row, 'i')}",
+        f"best_key = {_key(window, row, 'best_i')}",
         f"best_word = {word}",
         f"if {belongs}:",
-        '    T.atomic_add(best_histogram[T.cast((best_word >> shift) & T.uint32(255), "int32")], 1)',
+        '    T.atomic_add(best_histogram[T.cast((best_word >> best_shift) & T.uint32(255), "int32")], 1)',
     ]
     return [
-        f"for digit in T.serial({count}):",
-        '    shift = T.cast(24 - 8 * digit, "uint32")',
-        *_inside(_strided("bin", str(BINS), threads, ["best_histogram[bin] = 0"])),
+        f"for best_digit in T.serial({count}):",
+        '    best_shift = T.cast(24 - 8 * best_digit, "uint32")',
+        *_inside(_strided("best_bin", str(BINS), threads, ["best_histogram[best_bin] = 0"])),
         "    T.sync_threads()",
-        *_inside(_strided("i", "best_count", threads, counting)),
+        *_inside(_strided("best_i", "best_count", threads, counting)),
         "    T.sync_threads()",
         "    best_above = T.uint32(0)  # of all bins, then of those above a thread's own",
-        f"    for bin in T.serial({BINS}):",
-        '        best_above = best_above + T.cast(best_histogram[bin], "uint32")',
+        f"    for best_bin in T.serial({BINS}):",
+        '        best_above = best_above + T.cast(best_histogram[best_bin], "uint32")',
         f"    best_need = T.min(best_state[{NEED}], best_above)",
         f"    best_word = best_state[{PREFIX}]",
         "    T.sync_threads()",
-        *_inside(_strided("bin", str(BINS), threads, [
+        *_inside(_strided("best_bin", str(BINS), threads, [
             "best_above = T.uint32(0)",
-            f"for higher in T.serial({BINS - 1} - bin):",
-            f'    best_above = best_above + T.cast(best_histogram[{BINS - 1} - higher], "uint32")',
-            'best_key = T.cast(best_histogram[bin], "uint32")',
+            f"for best_higher in T.serial({BINS - 1} - best_bin):",
+            f'    best_above = best_above + T.cast(best_histogram[{BINS - 1} - best_higher], "uint32")',
+            'best_key = T.cast(best_histogram[best_bin], "uint32")',
             "if T.And(best_above < best_need, best_need <= best_above + best_key):",
-            f'    best_state[{PREFIX}] = best_word << T.uint32(8) | T.cast(bin, "uint32")',
+            f'    best_state[{PREFIX}] = best_word << T.uint32(8) | T.cast(best_bin, "uint32")',
             f"    best_state[{NEED}] = best_need - best_above",
             f'    best_state[{TIED}] = T.cast(best_need - best_above != best_key, "uint32")',
         ])),
@@ -121,12 +122,12 @@ def _digits(count: str, window: str, row: str, threads: int, first: bool) -> lis
 def _collected(window: str, row: str) -> list[str]:
     equal = f"T.And(best_key == best_state[{WORD}], best_word >= best_state[{PREFIX}])"
     return [
-        f"best_key = {_key(window, row, 'i')}",
-        'best_word = T.uint32(0xFFFFFFFF) - T.cast(i, "uint32")',
+        f"best_key = {_key(window, row, 'best_i')}",
+        'best_word = T.uint32(0xFFFFFFFF) - T.cast(best_i, "uint32")',
         f"if T.And(best_key != T.uint32(0), T.Or(best_key > best_state[{WORD}], {equal})):",
         f'    best_slot = T.cast(T.atomic_add(best_state[{TAKEN}], T.uint32(1), return_prev=True), "int32")',
         "    best_keys[best_slot] = best_key",
-        "    best_columns[best_slot] = i",
+        "    best_columns[best_slot] = best_i",
     ]
 
 
@@ -135,24 +136,24 @@ def _sorted(slots: int, threads: int) -> list[str]:
     if slots == 1:
         return []
     exchange = [
-        "low = ((pair >> step) << (step + 1)) | (pair & ((1 << step) - 1))",
-        "high = low + (1 << step)",
-        "best_key = best_keys[low]",
-        "best_other = best_keys[high]",
-        "best_column = best_columns[low]",
-        "best_second = best_columns[high]",
-        "after = T.Or(best_key < best_other, T.And(best_key == best_other, best_second < best_column))",
-        "if after == ((low & (2 << size)) == 0):",
-        "    best_keys[low] = best_other",
-        "    best_keys[high] = best_key",
-        "    best_columns[low] = best_second",
-        "    best_columns[high] = best_column",
+        "best_low = ((best_pair >> best_step) << (best_step + 1)) | (best_pair & ((1 << best_step) - 1))",
+        "best_high = best_low + (1 << best_step)",
+        "best_key = best_keys[best_low]",
+        "best_other = best_keys[best_high]",
+        "best_column = best_columns[best_low]",
+        "best_second = best_columns[best_high]",
+        "best_after = T.Or(best_key < best_other, T.And(best_key == best_other, best_second < best_column))",
+        "if best_after == ((best_low & (2 << best_size)) == 0):",
+        "    best_keys[best_low] = best_other",
+        "    best_keys[best_high] = best_key",
+        "    best_columns[best_low] = best_second",
+        "    best_columns[best_high] = best_column",
     ]
     return [
-        f"for size in T.serial({slots.bit_length() - 1}):",
-        "    for back in T.serial(size + 1):",
-        "        step = size - back",
-        *_inside(_inside(_strided("pair", str(slots // 2), threads, exchange))),
+        f"for best_size in T.serial({slots.bit_length() - 1}):",
+        "    for best_back in T.serial(best_size + 1):",
+        "        best_step = best_size - best_back",
+        *_inside(_inside(_strided("best_pair", str(slots // 2), threads, exchange))),
         "        T.sync_threads()",
     ]
 

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import gcd
 from pathlib import PurePath
+from types import MappingProxyType
 from typing import TypeAlias, assert_never
 
 from .algebra import linear, sub
 from .dtypes import Kind
+from .emit_tilelang_barriers import Barriers, Touched
 from .emit_tilelang_best import best_lines
-from .emit_tilelang_values import ELEMENTS, Layout, Values
+from .emit_tilelang_values import ELEMENTS, Layout, Values, conjuncts
 from .errors import NotOnTarget
-from .expr import ALWAYS, Axes, Const, Elem, Expr, Var
+from .expr import ALWAYS, Axes, Const, Elem, Expr, Iota, Op, Tile, Var, walk
 from .loops import Arg, Best, Fetch, For, If, Kernel, KeyLoop, Let, Search, Stmt, Store, Strip
 from .passes_gpu import POINTS, has_points, in_registers, is_load, on_matrix_units
 from .printer import show_stmt
-from .rewrite import Body, statements, written
+from .rewrite import Body
 from .source import Loc
 from .tile import Gemm, Map, Mask, Reduce, Show
 
 VECTOR_BYTES = 16  # of one load
+OWN_NAMES = ("t_", "i_", "best_")  # of tiles, of positions in them, of what selections need
 Step: TypeAlias = Callable[[Values, str], str]  # where the loop around is, and a result's element: its next value
 
 
@@ -54,7 +57,8 @@ class KernelPrinter:
         self._variables: list[tuple[str, str]] = []  # name, dtype
         self._lines: list[str] = []
         self._indent = 0
-        self._written: set[str] = set()  # shared tiles, since all threads last waited for each other
+        self._barriers = Barriers(kernel.tiles)
+        self._ahead = False  # inside a loop whose loads run ahead
 
     # ---- the function ------------------------------------------------------------------------------------------------
 
@@ -63,6 +67,10 @@ class KernelPrinter:
         grid = ", ".join(self.values.text(e) for _, e in k.grid)
         names = ", ".join(n for n, _ in k.grid)
         points = f"({names})" if len(k.grid) > 1 else names
+        for a in k.args:
+            if a.name.startswith(OWN_NAMES):
+                what = f"parameter named {a.name!r}: names that begin with {', '.join(OWN_NAMES)} are the program's own"
+                raise NotOnTarget(target=self.target, what=what, expected="another name")
         self._indent = 3
         self._body(k.body)
         body, self._lines = self._lines, []
@@ -120,16 +128,6 @@ class KernelPrinter:
     def _line(self, text: str) -> None:
         self._lines.append("    " * self._indent + text)
 
-    def _wait(self, read: set[str] | None = None) -> None:
-        """A barrier, where tiles that are read next were written by other threads.
-
-        TileLang sets barriers itself, but not well everywhere: one in a loop is missing if the loop is not entered, and
-        before sums it has only the threads wait that hold results, not those that wrote what is summed.
-        """
-        if self._written if read is None else self._written & read:
-            self._line("T.sync_threads()")
-            self._written = set()
-
     def _variable(self, name: str, dtype: str = "int32") -> str:
         if (name, dtype) not in self._variables:
             self._variables.append((name, dtype))
@@ -145,8 +143,47 @@ class KernelPrinter:
     # ---- statements --------------------------------------------------------------------------------------------------
 
     def _body(self, body: Body) -> None:
+        for run in self._runs(body):
+            self._run(run)
+
+    def _runs(self, body: Body) -> list[list[Stmt]]:
+        """Neighbours that compute for the same points share a loop: half as many, which TileLang has to lay out."""
+        runs: list[list[Stmt]] = []
         for s in body:
-            self._statement(s)
+            last = runs[-1] if runs else []
+            if last and all(self._shares(x, s) for x in last):
+                last.append(s)
+            else:
+                runs.append([s])
+        return runs
+
+    def _shares(self, before: Stmt, s: Stmt) -> bool:
+        """Whether two statements may share a loop: both computed in registers, and the same points' elements."""
+        if not isinstance(before, Map) or not isinstance(s, Map):
+            return False
+        dims = self.layout.dims(s.dst.axes)
+        if self.layout.dims(before.dst.axes) != dims:
+            return False
+        if any(self._is_shared(x.dst.name) or isinstance(x.expr, Const) or is_load(x) for x in (before, s)):
+            return False
+        read = [x for m in (before, s) for x in walk(m.expr) if isinstance(x, Tile)]
+        return all(self.layout.dims(x.axes) == dims for x in read if x.name in (before.dst.name, s.dst.name))
+
+    def _run(self, run: list[Stmt]) -> None:
+        whole = isinstance(run[0], For | If | Best)  # which see to their barriers themselves
+        if not whole and self._barriers.needed(run) and (not self._ahead or self._through_memory(run[0])):
+            self._line("T.sync_threads()")
+        if len(run) == 1:
+            self._statement(run[0])
+            return
+        maps = [s for s in run if isinstance(s, Map)]
+        inside = self._parallel(maps[0].dst.axes)
+        self._indent += 1
+        for m in maps:
+            self._say(m, m.loc)
+            dtype = self.values.tiles[m.dst.name].dtype
+            self._line(f"t_{m.dst.name}[{inside.place(m.dst.axes)}] = {inside.rounded(m.expr, dtype)}")
+        self._indent -= 1
 
     def _statement(self, s: Stmt) -> None:
         match s:
@@ -157,8 +194,10 @@ class KernelPrinter:
             case For():
                 self._for(s)
             case If():
+                before = self._barriers.since
                 self._line(f"if {self.values.text(s.cond)}:")
                 self._inside(s.body)
+                self._barriers.since |= before
             case Map():
                 self._say(s, s.loc)
                 self._map(s)
@@ -175,6 +214,7 @@ class KernelPrinter:
                 self._say(s, s.loc)
                 for line in best_lines(s, self.values, self.kernel):
                     self._line(line)
+                self._barriers.reached()
             case Show():
                 instead = "target='interpret', which runs it"
                 raise NotOnTarget(loc=s.loc, target=self.target, what=f"{s.kind}()", expected=instead)
@@ -182,7 +222,6 @@ class KernelPrinter:
                 raise AssertionError(f"{type(s).__name__} in a finished loop nest of a GPU")
             case _:
                 assert_never(s)
-        self._written |= {n for n in written(s) if self._is_shared(n)}
 
     def _say(self, s: Stmt, loc: Loc | None) -> None:
         where = f"  # {PurePath(loc.file).name}:{loc.line}" if loc is not None else ""
@@ -221,32 +260,54 @@ class KernelPrinter:
         self._line(f"        {end} = {middle}")
 
     def _for(self, s: For) -> None:
-        self._wait()
-        self._loop(s)
-        self._written |= {n for x in statements(s.body) for n in written(x) if self._is_shared(n)}
+        before, inside = self._barriers.since, self._barriers.touched(s.body)
+        if s.stages:
+            if before.conflicts(inside):
+                self._line("T.sync_threads()")
+                before = Touched()
+            self._loop_ahead(s)
+        else:
+            self._loop(s, bool(inside.written))
+        self._barriers.since |= before | (inside if s.stages else Touched())  # it may not have been entered
+
+    def _through_memory(self, s: Stmt) -> bool:
+        """Whether a statement sums elements that other threads have computed."""
+        match s:
+            case Gemm():
+                return not on_matrix_units(s)
+            case Reduce():
+                return self._is_shared(s.src.name)
+            case _:
+                return False
 
     def _is_shared(self, tile: str) -> bool:
         return tile in self.values.tiles and self.values.tiles[tile].scope == "shared"
 
-    def _loop(self, s: For) -> None:
-        if not s.stages:
-            lo, hi = self._scalar(f"{s.var}_begin", s.lo), self._scalar(f"{s.var}_end", s.hi)
-            self._line(f"for {s.var} in T.serial({lo}, {hi}):")
-            self._inside(s.body)
-            return
+    def _loop(self, s: For, writes: bool) -> None:
+        lo, hi = self._scalar(f"{s.var}_begin", s.lo), self._scalar(f"{s.var}_end", s.hi)
+        self._line(f"for {s.var} in T.serial({lo}, {hi}):")
+        if writes and not self._ahead:  # what the iteration before still reads
+            self._line("    T.sync_threads()")
+            self._barriers.reached()
+        self._inside(s.body)
+
+    def _loop_ahead(self, s: For) -> None:
+        """A loop whose loads run ahead, counted from 0 as TileLang has them."""
         lo = self._scalar(f"{s.var}_begin", s.lo)
         count = self._scalar(f"{s.var}_count", sub(s.hi, s.lo))
         at = len(self._lines)
         names = self.values.names
         self.values = replace(self.values, names={**names, s.var: f"({lo} + {s.var})"})
         self._indent += 1
+        self._ahead = True
         stages: list[int] = []  # of each statement of the text
-        for x in s.body:
+        for run in self._runs(s.body):
             before = len(self._lines)
-            self._statement(x)
-            ahead = isinstance(x, Map) and is_load(x)
+            self._run(run)
+            ahead = isinstance(run[0], Map) and is_load(run[0])
             stages += [0 if ahead else 1 for line in self._lines[before:] if self._starts_statement(line)]
         self._indent -= 1
+        self._ahead = False
         self.values = replace(self.values, names=names)
         self._lines.insert(
             at, "    " * self._indent + f"for {s.var} in T.Pipelined({count}, {self._staging(s, stages)}):"
@@ -265,11 +326,11 @@ class KernelPrinter:
 
     # ---- statements over tiles ---------------------------------------------------------------------------------------
 
-    def _parallel(self, axes: Axes) -> Values:
+    def _parallel(self, axes: Axes, only: Mapping[str, int] = MappingProxyType({})) -> Values:
         """The head of a loop over a tile's points, done by all threads together; what is printed inside of it."""
         dims = self.layout.dims(axes) or ("one",)
         at = {d: f"i_{d}" for d in dims}
-        extents = ", ".join("1" if d == "one" else str(self.layout.extent(d)) for d in dims)
+        extents = ", ".join("1" if d == "one" else str(only.get(d, self.layout.extent(d))) for d in dims)
         self._line(f"for {', '.join(at.values())} in T.Parallel({extents}):")
         return replace(self.values, at=at)
 
@@ -279,9 +340,31 @@ class KernelPrinter:
             self._line(f"T.fill({name}, {self.values.rounded(s.expr, dtype)})")
         elif self._is_copy(s):
             self._copy(s)
+        elif short := self._zero_past(s):
+            self._padded_load(s, *short)
         else:
             inside = self._parallel(s.dst.axes)
             self._line(f"    {name}[{inside.place(s.dst.axes)}] = {inside.rounded(s.expr, dtype)}")
+
+    def _zero_past(self, s: Map) -> tuple[str, Expr, int] | None:
+        """The axis of a shared tile past whose first elements a load is zero, the guard that says so, and how many."""
+        if not isinstance(s.expr, Elem) or not self._is_shared(s.dst.name):
+            return None
+        for c in conjuncts(s.expr.ok):
+            match c:
+                case Op("lt", (Iota(axis), Const(int(n)))) if axis in s.dst.axes:
+                    return axis, c, n
+        return None
+
+    def _padded_load(self, s: Map, axis: str, guard: Expr, n: int) -> None:
+        """Loads and zeros apart: with a guard among them, neighbours are not loaded together."""
+        name, dtype = f"t_{s.dst.name}", self.values.tiles[s.dst.name].dtype
+        inside = self._parallel(s.dst.axes, {axis: n})
+        loads = replace(inside, known=inside.known | {guard})
+        self._line(f"    {name}[{inside.place(s.dst.axes)}] = {loads.rounded(s.expr, dtype)}")
+        rest = self._parallel(s.dst.axes, {axis: self.layout.sizes[axis] - n})
+        rest = replace(rest, at={**rest.at, axis: f"{n} + {rest.at[axis]}"})
+        self._line(f"    {name}[{rest.place(s.dst.axes)}] = {self.values.rounded(Const(0.0), dtype)}")
 
     def _is_copy(self, s: Map) -> bool:
         """A rectangle of a tensor, as it is stored: axes of the tile count up along dimensions of their own."""
@@ -312,8 +395,7 @@ class KernelPrinter:
             )
             return
         start = None if s.accumulate else "T.float32(0)"
-        read = {s.a.name, s.b.name}
-        self._serial(s.dst.axes, s.dst.name, start, s.over, read, lambda v, d: f"{d} + {v.text(s.a)} * {v.text(s.b)}")
+        self._serial(s.dst.axes, s.dst.name, start, s.over, lambda v, d: f"{d} + {v.text(s.a)} * {v.text(s.b)}")
 
     def _reduce(self, s: Reduce) -> None:
         if self.values.tiles[s.src.name].scope == "fragment" and in_registers(s, dict(self.layout.sizes)):
@@ -327,17 +409,19 @@ class KernelPrinter:
         def step(v: Values, d: str) -> str:
             return f"T.max({d}, {v.text(s.src)})" if s.kind == "max" else f"{d} + {v.text(s.src)}"
 
-        self._serial(s.dst.axes, s.dst.name, start, s.over, {s.src.name}, step)
+        self._serial(s.dst.axes, s.dst.name, start, s.over, step)
 
-    def _serial(self, axes: Axes, dst: str, start: str | None, over: str, read: set[str], step: Step) -> None:
+    def _serial(self, axes: Axes, dst: str, start: str | None, over: str, step: Step) -> None:
         """A sum or maximum of elements that every thread reads, each result by the thread that holds it."""
-        self._wait(read)
         inside = self._parallel(axes)
-        element = f"t_{dst}[{inside.place(axes)}]"
-        if start is not None:
-            self._line(f"    {element} = {start}")
+        element, total = (
+            f"t_{dst}[{inside.place(axes)}]",
+            self._variable(f"i_sum_{self.values.tiles[dst].dtype}", self.values.tiles[dst].dtype.name),
+        )
+        self._line(f"    {total} = {start or element}")
         self._line(f"    for i_{over} in T.serial({self.layout.sizes[over]}):")
-        self._line(f"        {element} = {step(replace(inside, at={**inside.at, over: f'i_{over}'}), element)}")
+        self._line(f"        {total} = {step(replace(inside, at={**inside.at, over: f'i_{over}'}), total)}")
+        self._line(f"    {element} = {total}")
 
     def _store(self, s: Store) -> None:
         inside = self._parallel(s.axes)
