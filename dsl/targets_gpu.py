@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .dtypes import DType, Kind
+from .errors import IllegalSchedule
 from .gpu import MATRIX, Gpu
 from .schedule import Binding, Schedule
 from .spec import Listed, ParamKind, Spec
@@ -12,8 +15,39 @@ POINTS = 64  # (row, head) points of a tile: 16 for each of four warps
 NARROW = ("bfloat16", "float16")
 
 
+_FITTING: dict[tuple[str, str, Binding, Schedule], Schedule] = {}
+
+
 def gpu_schedule(gpu: Gpu, spec: Spec, binding: Binding, rows: int, batch: int) -> Schedule:
-    """By the mean number of query rows of a sequence, rounded up to a power of two: few schedules, compiled once."""
+    """By the mean number of query rows of a sequence, rounded up to a power of two: few schedules, compiled once.
+
+    Tiles are made smaller until they fit in shared memory.
+    """
+    wished = _wished(gpu, spec, binding, rows, batch)
+    key = (gpu.name, spec.fingerprint, binding, wished)
+    if key not in _FITTING:
+        _FITTING[key] = _fitting(gpu, spec, binding, wished)
+    return _FITTING[key]
+
+
+def _fitting(gpu: Gpu, spec: Spec, binding: Binding, schedule: Schedule) -> Schedule:
+    from .lower import lower  # here, because a schedule that is given needs none of it
+
+    while True:
+        try:
+            lower(spec, binding, schedule, gpu=gpu)
+        except IllegalSchedule:
+            if schedule.keys > MATRIX:
+                schedule = replace(schedule, keys=schedule.keys // 2)
+            elif schedule.rows > 1:
+                schedule = replace(schedule, rows=schedule.rows // 2)
+            else:
+                return schedule  # whoever lowers it is told why it does not fit
+        else:
+            return schedule
+
+
+def _wished(gpu: Gpu, spec: Spec, binding: Binding, rows: int, batch: int) -> Schedule:
     mean = 1 << (-(-rows // max(1, batch)) - 1).bit_length() if rows else 1
     lists = [part for source in spec.sources for part in source.parts if isinstance(part, Listed)]
     own = 1 if any("head" in part.axes for part in lists) else None  # heads of a tile; None: the group
