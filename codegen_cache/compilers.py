@@ -104,7 +104,7 @@ class Compiler:
         return bodies, header
 
 
-class _Broken(Exception):
+class Broken(Exception):
     """A command that cannot say its version, or compile."""
 
 
@@ -139,16 +139,16 @@ def _find(asked: str | None, path: str | None) -> Compiler | None:
     """`path` is there for the cache: another PATH has other compilers."""
     if asked is not None:
         try:
-            return _compiler(tuple(shlex.split(asked)))
-        except (ValueError, _Broken) as e:
+            return compiler_at(tuple(shlex.split(asked)))
+        except (ValueError, Broken) as e:
             raise BadEnvironment(name=knobs.CC.name, value=asked, expected=f"a C compiler: {e}") from None
     for command in _candidates():
         try:
-            found = _compiler(command)
+            found = compiler_at(command)
             if not found.is_zig:  # which brings its own
                 _answer((*found.command, *C_LIBRARY), says=False)
             return found
-        except _Broken as e:
+        except Broken as e:
             warnings.warn(f"C compiler passed over: {e}", RuntimeWarning, stacklevel=3)
     return None
 
@@ -159,11 +159,12 @@ def _candidates() -> list[tuple[str, ...]]:
     return [*found, *zig]
 
 
-def _compiler(command: tuple[str, ...]) -> Compiler:
+def compiler_at(command: tuple[str, ...]) -> Compiler:
+    """The compiler that a command runs. Raises Broken where it cannot say its version."""
     if not command or (program := shutil.which(command[0])) is None:
-        raise _Broken(f"{command[0] if command else 'nothing'} is not a program")
+        raise Broken(f"{command[0] if command else 'nothing'} is not a program")
     command = (program, *command[1:])  # as found now, whatever PATH says later
-    zig = command[-1] == "cc" and "zig" in Path(command[-2:][0]).name
+    zig = command[-1] in ("cc", "c++") and "zig" in Path(command[-2:][0]).name
     answer = _answer((*command[:-1], "version") if zig else (*command, "--version"))
     return Compiler(command, f"zig {answer}" if zig else answer)
 
@@ -176,9 +177,9 @@ def _answer(command: tuple[str, ...], *, says: bool = True) -> str:
             command, capture_output=True, text=True, errors="replace", timeout=60, stdin=subprocess.DEVNULL
         )
     except (OSError, subprocess.TimeoutExpired) as e:
-        raise _Broken(f"{shown}: {e}") from None
+        raise Broken(f"{shown}: {e}") from None
     lines = done.stdout.split("\n")
     if done.returncode or (says and not lines[0]):
         said = (done.stderr.strip().split("\n")[0] or "nothing").strip()
-        raise _Broken(f"{shown} ended with status {done.returncode} and said {said}")
+        raise Broken(f"{shown} ended with status {done.returncode} and said {said}")
     return lines[0].strip()

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .algebra import substitute
+from .algebra import linear, substitute
 from .dtypes import Kind
 from .emit_c_plan import POINTS
-from .emit_c_storage import Storage, linear
+from .emit_c_storage import Storage
 from .expr import Axes, Const, Elem, Expr, Iota, Op, Tile, Var, walk
 from .loops import Arg
 from .scalars import OPS

@@ -168,7 +168,7 @@ class NotFinite(TilewrightError, ValueError):
 
 
 class CompileError(TilewrightError, RuntimeError):
-    """The C compiler failed on generated code, or did not end. The source is kept."""
+    """A compiler failed on generated code, or did not end. The source is kept."""
 
     template = "{compiler} on {name}: {problem}\n  source: {path}\n  command: {command}"
 
@@ -183,3 +183,33 @@ class UnsafeCache(TilewrightError, PermissionError):
     """A cache folder that others could write to: what it holds is executed."""
 
     template = "cache folder {path} {problem}; expected {expected}"
+
+
+# ---- generated GPU sources ---------------------------------------------------------------------------------------
+
+
+class MissingToolkit(TilewrightError, RuntimeError):
+    """Verifying a GPU source needs a tool that this machine has not."""
+
+    template = "{what} needs {needed}, and found none: {advice}"
+
+
+class LoweringError(TilewrightError, RuntimeError):
+    """TileLang failed on a generated program."""
+
+    template = "TileLang on kernel {kernel!r} for {arch}: {problem}"
+
+
+class NoRoom(TilewrightError, ValueError):
+    """A kernel takes more shared memory than a block has, though its tiles alone would fit."""
+
+    template = (
+        "kernel {kernel!r} takes {taken} bytes of shared memory, and {arch} has {most}: "
+        "its tiles are {tiles}, the rest is TileLang's; choose a schedule with fewer keys or rows"
+    )
+
+
+class EmulationError(TilewrightError, RuntimeError):
+    """A generated GPU source did something that the hardware does not allow, or that nothing orders."""
+
+    template = "{kernel}, schedule {schedule}: {problem}"

@@ -208,7 +208,7 @@ def test_compilers_agree(tmp_path: Path, zig_cache: str, monkeypatch: pytest.Mon
     system = find_compiler()
     assert system is not None
     results = [swept(isa, system) for isa in supported()]
-    results += [swept(isa, compilers._compiler(ZIG)) for isa in {supported()[0], supported()[-1]}]
+    results += [swept(isa, compilers.compiler_at(ZIG)) for isa in {supported()[0], supported()[-1]}]
     assert all(r == results[0] for r in results)
 
 
@@ -232,7 +232,7 @@ def test_zig_builds_the_thread_pool(tmp_path: Path, zig_cache: str, monkeypatch:
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("ZIG_GLOBAL_CACHE_DIR", zig_cache)
     source = f"#define TW_ALLOWED_CPUS 3\n{pool_source()}"
-    library = ctypes.CDLL(str(build(source, "the thread pool", ISAS["portable"], compilers._compiler(ZIG))))
+    library = ctypes.CDLL(str(build(source, "the thread pool", ISAS["portable"], compilers.compiler_at(ZIG))))
     seen: list[int] = []
     item = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
     append = item(lambda context, i, scratch: seen.append(i))

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.codegen_cache import native_build, store
+from tilewright.codegen_cache import building, native_build, store
 from tilewright.codegen_cache.compilers import Compiler, find_compiler
 from tilewright.codegen_cache.native import Program, load
 from tilewright.codegen_cache.native_build import build
@@ -259,7 +259,7 @@ def test_messages(
     }
     found = {title: raised(partial(made, wrapper.then(script))) for title, script in failing.items()}
     with monkeypatch.context() as m:
-        m.setattr(native_build, "SECONDS", 0.5)
+        m.setattr(building, "SECONDS", 0.5)
         found["CompileError: it does not end"] = raised(lambda: made(wrapper.then("sleep 60")))
     found["CompileError: it is gone"] = raised(lambda: made(Compiler(("/gone/cc",), "cc 12")))
     library = root / "not-a-library.so"
@@ -291,7 +291,7 @@ def test_failed_source_is_kept(root: Path, compiler: Compiler) -> None:
 
 def test_late_compiler_is_ended(root: Path, wrapper: Wrapper, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all that it has started."""
-    monkeypatch.setattr(native_build, "SECONDS", 2)
+    monkeypatch.setattr(building, "SECONDS", 2)
     note = root.parent / "child"
     e = raised(lambda: made(wrapper.then(f"sleep 60 & echo $! > {note}; wait")))
     assert "has not ended after 2 s" in str(e)
