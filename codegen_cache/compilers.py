@@ -34,6 +34,7 @@ FLAGS: Final = (
 PRIMITIVES: Final = "primitives.o"
 PRECOMPILED: Final = "tilewright.h.gch"
 SYSTEM: Final = ("cc", "gcc", "clang")
+C_LIBRARY: Final = ("-fsyntax-only", "-x", "c", "-include", "math.h", "/dev/null")  # headers come in another package
 COMPILERS: Final = "cc, gcc or clang on PATH, a command in TILEWRIGHT_CC, or `pip install ziglang`"
 
 
@@ -104,7 +105,7 @@ class Compiler:
 
 
 class Broken(Exception):
-    """A command that cannot say its version."""
+    """A command that cannot say its version, or compile."""
 
 
 def find_compiler() -> Compiler | None:
@@ -143,7 +144,10 @@ def _find(asked: str | None, path: str | None) -> Compiler | None:
             raise BadEnvironment(name=knobs.CC.name, value=asked, expected=f"a C compiler: {e}") from None
     for command in _candidates():
         try:
-            return compiler_at(command)
+            found = compiler_at(command)
+            if not found.is_zig:  # which brings its own
+                _answer((*found.command, *C_LIBRARY), says=False)
+            return found
         except Broken as e:
             warnings.warn(f"C compiler passed over: {e}", RuntimeWarning, stacklevel=3)
     return None
@@ -165,8 +169,8 @@ def compiler_at(command: tuple[str, ...]) -> Compiler:
     return Compiler(command, f"zig {answer}" if zig else answer)
 
 
-def _answer(command: tuple[str, ...]) -> str:
-    """The first line that a command prints."""
+def _answer(command: tuple[str, ...], *, says: bool = True) -> str:
+    """The first line that a command prints, which is not empty if it `says` anything."""
     shown = shlex.join(command)
     try:
         done = subprocess.run(
@@ -175,7 +179,7 @@ def _answer(command: tuple[str, ...]) -> str:
     except (OSError, subprocess.TimeoutExpired) as e:
         raise Broken(f"{shown}: {e}") from None
     lines = done.stdout.split("\n")
-    if done.returncode or not lines[0]:
+    if done.returncode or (says and not lines[0]):
         said = (done.stderr.strip().split("\n")[0] or "nothing").strip()
         raise Broken(f"{shown} ended with status {done.returncode} and said {said}")
     return lines[0].strip()

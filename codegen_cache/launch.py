@@ -55,9 +55,9 @@ def choose_target(op: str, target: str | None, device: torch.device, spec: Spec)
             raise ArgumentDeviceError(op=op, argument="every tensor of the call", got=device, expected=expected)
         return chosen
     for t in TARGETS.values():
-        if t.device == device.type and not (t.compiled and (spec.probes or not has_compiler())):
+        if t.device == device.type and t.gpu is None and not (t.compiled and (spec.probes or not has_compiler())):
             return target_named(t.name)
-    known = ", ".join(sorted({t.device for t in TARGETS.values()}))
+    known = ", ".join(sorted({t.device for t in TARGETS.values() if t.gpu is None}))
     raise ArgumentDeviceError(
         op=op, argument="every tensor of the call", got=device, expected=f"a device with a target: {known}"
     )

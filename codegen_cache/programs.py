@@ -17,7 +17,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tilewright.dsl import knobs
-from tilewright.dsl.errors import NoCompiler
+from tilewright.dsl.errors import NoCompiler, NotOnTarget
 from tilewright.dsl.interp import Interpreter
 from tilewright.dsl.loops import Program
 from tilewright.dsl.lower import lower
@@ -98,6 +98,8 @@ def programs() -> tuple[tuple[ProgramKey, Ready], ...]:
 
 
 def _runner(program: Program, key: ProgramKey) -> Runner:
+    if key.target.gpu is not None:
+        raise NotOnTarget(target=key.target.name, what="launcher here", expected="`tilewright emit`, or CPU tensors")
     if key.target.isa is None or key.check_finite:  # native code looks at no contents: the interpreter runs its nest
         return Interpreter(program, check_finite=key.check_finite)
     compiler = find_compiler()
@@ -117,7 +119,7 @@ def _make(spec: Spec, key: ProgramKey) -> Ready:
         print(f"-- {spec.name} after {name}" + (" (unchanged)" if text == previous else f"\n{text}"), file=sys.stderr)
         previous = text
 
-    program = lower(spec, key.binding, key.schedule, watch=watch if debug >= 5 else None)
+    program = lower(spec, key.binding, key.schedule, gpu=key.target.gpu, watch=watch if debug >= 5 else None)
     ready = Ready(program, _runner(program, key))
     if debug >= 1:
         print(f"-- {spec.name} for {key.target.name}: {key.schedule}", file=sys.stderr)

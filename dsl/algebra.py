@@ -153,3 +153,18 @@ def substitute(e: Expr, table: dict[Expr, Expr]) -> Expr:
         return done[x]
 
     return replaced(e)
+
+
+def linear(e: Expr, axis: str) -> Expr | None:
+    """The rest of e where e = rest + i_axis; None where it is anything else."""
+    match e:
+        case Iota(a) if a == axis:
+            return Const(0)
+        case Op("add", (a, b)) if axis in a.axes and axis not in b.axes:
+            rest = linear(a, axis)
+            return None if rest is None else add(rest, b)
+        case Op("add", (a, b)) if axis in b.axes and axis not in a.axes:
+            rest = linear(b, axis)
+            return None if rest is None else add(a, rest)
+        case _:
+            return None

@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never
 
-from .algebra import add, floordiv, less, mul, sub, substitute
-from .expr import Coord, Expr, Iota, Var
+from .algebra import add, at_least, floordiv, less, mul, sub, substitute
+from .expr import Const, Coord, Expr, Iota, Var
 from .schedule import Binding, Schedule
 from .spec import Listed, Part, Range, Spec
 from .tile import TileProgram
 
 if TYPE_CHECKING:
     from .bounds import Interval
+    from .gpu import Gpu
 
 ROW, HEAD, KEY = Iota("row"), Iota("head"), Iota("key")
 ROW_OK = less(add(Var("r0"), ROW), Var("r1"))
+NO_ROWS = at_least(Var("r0"), Var("r1"))
 GLOBAL_ROW = add(add(Var("row0"), Var("r0")), ROW)
 GLOBAL_HEAD = add(Var("head0"), HEAD)
 POSITION = add(Var("q0"), ROW)
@@ -30,9 +32,10 @@ class Context:
     schedule: Schedule
     parts: tuple[Part, ...]  # of all passes, in order
     intervals: tuple[tuple[Interval, ...], ...]  # per part: ranges of keys that some row may see
+    gpu: Gpu | None = None  # the family of targets: processors with caches, or GPUs
 
     @staticmethod
-    def of(spec: Spec, tp: TileProgram, binding: Binding, schedule: Schedule) -> Context:
+    def of(spec: Spec, tp: TileProgram, binding: Binding, schedule: Schedule, gpu: Gpu | None = None) -> Context:
         parts = tuple(part for source in tp.sources for part in source.parts)
         return Context(
             spec,
@@ -41,17 +44,22 @@ class Context:
             schedule,
             parts,
             tuple(_analysed(p, spec) for p in parts),
+            gpu,
         )
 
     @property
     def heads(self) -> int:
         return self.schedule.heads_per_tile(self.binding)
 
-    @property
-    def row_tiles(self) -> Expr:
-        """Row tiles of the grid: each sequence may waste one."""
-        rows = sub(Var("row_hi"), Var("row_lo")) if self.tp.selects else Var("total_rows")
-        return add(floordiv(rows, self.schedule.rows), Var("batch"))
+    def grid(self, rows: int, heads: int) -> tuple[tuple[str, Expr], ...]:
+        """Row tiles, of which each sequence may waste one, and blocks of heads."""
+        total = sub(Var("row_hi"), Var("row_lo")) if self.tp.selects else Var("total_rows")
+        tiles = add(floordiv(total, rows), Var("batch"))
+        return ("tile", tiles), ("head_block", Const(self.binding.heads // heads))
+
+    def threads(self, gpu: Gpu) -> int:
+        """That share a grid point: the schedule's, else four warps."""
+        return self.schedule.threads or 4 * gpu.warp
 
     def part_of(self, loop: str) -> int:
         """The part a loop label belongs to: labels are "<part>" or "<part>_<interval>"."""

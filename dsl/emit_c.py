@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .dtypes import Kind, bf16
+from .dtypes import Kind, bf16, f32
 from .emit_c_kernel import KernelPrinter
 from .errors import IllegalSchedule, NotOnTarget
 from .isa import Isa
@@ -60,9 +60,9 @@ def _refuse(program: Program, isa: Isa) -> None:
         if isinstance(s, Show):
             instead = "target='interpret', which runs it"
             raise NotOnTarget(loc=s.loc, target="cpu", what=f"{s.kind}()", expected=instead)
-        if isinstance(s, Gemm) and s.b.dtype is bf16 and not isa.bf16_dot:
+        if isinstance(s, Gemm) and s.b.dtype is not f32 and not (s.b.dtype is bf16 and isa.bf16_dot):
             problem = f"instruction set {isa.name} has none"
-            raise IllegalSchedule(field="products", value=repr(bf16.name), problem=problem)
+            raise IllegalSchedule(field="products", value=repr(s.b.dtype.name), problem=problem)
 
 
 def _program(program: Program, printers: list[KernelPrinter], sizes: tuple[str, ...]) -> list[str]:

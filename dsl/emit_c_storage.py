@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from .algebra import add
+from .algebra import linear
 from .dtypes import DType, Kind, bf16, f32
 from .emit_c_plan import (
     POINTS,
@@ -25,7 +25,7 @@ from .emit_c_plan import (
     tiles_read,
     walk_nodes,
 )
-from .expr import Axes, Const, Elem, Expr, Iota, Op, Tile
+from .expr import Axes, Elem, Tile
 from .loops import Alloc, Arg, Kernel, Let, Store, Strip
 from .tile import Gemm, Map, Reduce
 
@@ -254,21 +254,6 @@ def _row_read(s: Map, args: dict[str, Arg]) -> Elem | None:
 
 def _written(i: Guarded) -> set[str]:
     return set() if isinstance(i.stmt, Store) else {i.stmt.dst.name}
-
-
-def linear(e: Expr, axis: str) -> Expr | None:
-    """The rest of e where e = rest + i_axis; None where it is anything else."""
-    match e:
-        case Iota(a) if a == axis:
-            return Const(0)
-        case Op("add", (a, b)) if axis in a.axes and axis not in b.axes:
-            rest = linear(a, axis)
-            return None if rest is None else add(rest, b)
-        case Op("add", (a, b)) if axis in b.axes and axis not in a.axes:
-            rest = linear(b, axis)
-            return None if rest is None else add(a, rest)
-        case _:
-            return None
 
 
 def addresses(body: list[Node], tiles: Mapping[str, Storage]) -> list[Group]:

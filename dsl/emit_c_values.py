@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .algebra import substitute
+from .algebra import linear, substitute
 from .dtypes import Kind
 from .emit_c_plan import POINTS
-from .emit_c_storage import Storage, linear
+from .emit_c_storage import Storage
 from .expr import Axes, Const, Elem, Expr, Iota, Op, Tile, Var, walk
 from .loops import Arg
 from .scalars import OPS
@@ -21,6 +21,7 @@ _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "le": "<=", "lt": "<", "eq": "==", "ne": "!=",
     "bitand": "&", "bitor": "|", "bitxor": "^",
 }  # fmt: skip
+_WRAPS = ("add", "sub", "mul")  # in lanes that a condition leaves out, anything may stand
 _COMPARES = ("le", "lt", "eq", "ne")
 _LOGIC = {"and": "&", "or": "|"}
 
@@ -368,6 +369,8 @@ def spelled(name: str, args: list[str], kind: Kind, vector: bool) -> str:
     if name in _COMPARES:
         compared = f"({args[0]} {_INFIX[name]} {args[1]})"
         return f"(tw_i32){compared}" if vector else compared
+    if name in _WRAPS and vector and not floats:
+        return f"tw_{name}_i32({args[0]}, {args[1]})"
     if name in _INFIX:
         return f"({args[0]} {_INFIX[name]} {args[1]})"
     if name in _LOGIC:

@@ -194,6 +194,21 @@ class MissingToolkit(TilewrightError, RuntimeError):
     template = "{what} needs {needed}, and found none: {advice}"
 
 
+class LoweringError(TilewrightError, RuntimeError):
+    """TileLang failed on a generated program."""
+
+    template = "TileLang on kernel {kernel!r} for {arch}: {problem}"
+
+
+class NoRoom(TilewrightError, ValueError):
+    """A kernel takes more shared memory than a block has, though its tiles alone would fit."""
+
+    template = (
+        "kernel {kernel!r} takes {taken} bytes of shared memory, and {arch} has {most}: "
+        "its tiles are {tiles}, the rest is TileLang's; choose a schedule with fewer keys or rows"
+    )
+
+
 class EmulationError(TilewrightError, RuntimeError):
     """A generated GPU source did something that the hardware does not allow, or that nothing orders."""
 

@@ -10,7 +10,7 @@ from typing import assert_never
 import numpy as np
 import torch
 
-from .dtypes import Kind, bf16
+from .dtypes import Kind, bf16, f16
 from .expr import Axes, Elem, Tile, reads
 from .interp_liveness import last_reads, shared_names
 from .interp_outputs import Do, Hooks, OnStatement, best, show, store
@@ -26,6 +26,8 @@ from .interp_values import (
 from .loops import Alloc, Best, Fetch, For, If, KeyLoop, Let, Search, Stmt, Store, Strip
 from .rewrite import Body, statements, written
 from .tile import Gemm, Map, Mask, Reduce, Show
+
+NARROW = (bf16, f16)  # what a tile may hold besides float32
 
 
 def blank_tile(tile: Alloc, sizes: Mapping[str, int]) -> Array:
@@ -75,7 +77,7 @@ def _compile(s: Stmt, scope: Scope, hooks: Hooks, consumed: frozenset[str]) -> D
             return _strip(s, scope, hooks)
         case Map():
             do = _map(s, scope, consumed)
-            return _rounded(s.dst.name, do) if s.dst.dtype is bf16 else do
+            return do if s.dst.dtype not in NARROW else _rounded(s.dst.name, getattr(torch, s.dst.dtype.name), do)
         case Gemm():
             return _gemm(s, scope)
         case Reduce():
@@ -180,10 +182,10 @@ class _Bodies:
         return self._compiled[keys]
 
 
-def _rounded(name: str, do: Do) -> Do:
+def _rounded(name: str, dtype: torch.dtype, do: Do) -> Do:
     def run(f: Frame) -> None:
         do(f)
-        f.tiles[name] = as_torch(f.tiles[name]).to(torch.bfloat16).to(torch.float32)
+        f.tiles[name] = as_torch(f.tiles[name]).to(dtype).to(torch.float32)
 
     return run
 

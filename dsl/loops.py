@@ -34,12 +34,17 @@ class Search:
 
 @dataclass(frozen=True)
 class For:
-    """Serial loop over lo..hi, hi excluded."""
+    """Serial loop over lo..hi, hi excluded.
+
+    `stages`: tiles loaded from memory are kept that many times more, so that what later iterations load overlaps with
+    what earlier ones compute. It changes when loads happen, and nothing else.
+    """
 
     var: str
     lo: Expr
     hi: Expr
     body: tuple[Stmt, ...]
+    stages: int = 0
 
 
 @dataclass(frozen=True)
@@ -117,11 +122,16 @@ Stmt = TileStmt | Let | Search | For | If | Strip | Store | KeyLoop | Fetch | Be
 
 @dataclass(frozen=True)
 class Alloc:
-    """A tile's storage: its axes with their sizes, and the dtype it holds."""
+    """A tile's storage: its axes with their sizes, and the dtype it holds.
+
+    `scope` is where a GPU keeps it: "shared", where any thread reads any element, or "fragment", in registers of the
+    threads that compute them.
+    """
 
     name: str
     axes: tuple[tuple[str, int], ...]
     dtype: DType
+    scope: str = ""
 
 
 @dataclass(frozen=True)
@@ -137,13 +147,22 @@ class Arg:
 
 @dataclass(frozen=True)
 class Kernel:
-    """`body`, once for every point of the grid; points are independent."""
+    """`body`, once for every point of the grid; points are independent.
+
+    rows, heads: of a tile, where they are not the schedule's.
+    threads, points: on a GPU, the threads that share a grid point, and how many (row, head) points storage is given,
+        a multiple of what its matrix units take. Points past rows * heads reach no output.
+    """
 
     name: str
     grid: tuple[tuple[str, Expr], ...]
     args: tuple[Arg, ...]
     tiles: tuple[Alloc, ...]
     body: tuple[Stmt, ...]
+    rows: int | None = None
+    heads: int | None = None
+    threads: int = 0
+    points: int = 0
 
 
 @dataclass(frozen=True)

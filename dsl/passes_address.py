@@ -75,7 +75,7 @@ def _prelude(k: Kernel, cx: Context) -> tuple[Stmt, ...]:
 
     Row tiles are a flat list: sequence b owns the indices from offsets[b] // rows + b on, at least as many as it needs.
     """
-    rows, seq, windowed = cx.schedule.rows, Var("seq"), bool(cx.tp.selects)
+    rows, seq, windowed = k.rows or cx.schedule.rows, Var("seq"), bool(cx.tp.selects)
 
     def offset(e: Expr) -> Elem:
         return Elem("offsets", (e,), i32)
@@ -96,7 +96,7 @@ def _prelude(k: Kernel, cx: Context) -> tuple[Stmt, ...]:
         "q0": add(Var("past"), Var("r0")),
         "q1": add(Var("past"), sub(Var("r1"), 1)),
         **_leaf_counts(cx),
-        "head0": mul(Var("head_block"), cx.heads),
+        "head0": mul(Var("head_block"), k.heads or cx.heads),
         "kv_head": floordiv(Var("head0"), cx.binding.group),
     }
     owns = at_least(Var("tile"), add(floordiv(first_row(seq), rows), seq))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from .context import Context
-from .dtypes import Kind, bf16, f32, i32
+from .dtypes import Kind, bf16, f16, f32, i32
 from .expr import Elem, Expr, Tile, Var, walk
 from .loops import Alloc, Arg, Best, For, If, Kernel, Let, Program, Search, Stmt, Store
 from .rewrite import Body, expressions, names_read, rewrite_body, statements, written
@@ -82,7 +82,8 @@ def allocate_tiles(program: Program, cx: Context) -> Program:
 
 
 def _allocated(k: Kernel, known: dict[str, Arg], cx: Context) -> Kernel:
-    sizes = {**dict(cx.binding.sizes), "row": cx.schedule.rows, "head": cx.heads, "key": cx.schedule.keys}
+    points = {"row": k.rows or cx.schedule.rows, "head": k.heads or cx.heads}
+    sizes = {**dict(cx.binding.sizes), **points, "key": cx.schedule.keys}
     tiles: dict[str, Alloc] = {}
     used: set[str] = set()
     for s in statements(k.body):
@@ -90,7 +91,7 @@ def _allocated(k: Kernel, known: dict[str, Arg], cx: Context) -> Kernel:
             for x in walk(e):
                 match x:
                     case Tile(name, axes, dtype):
-                        held = i32 if dtype.kind is Kind.INT else bf16 if dtype is bf16 else f32
+                        held = i32 if dtype.kind is Kind.INT else dtype if dtype in (bf16, f16) else f32
                         tiles.setdefault(name, Alloc(name, tuple((a, sizes[a]) for a in axes), held))
                     case Elem(tensor):
                         used.add(tensor)

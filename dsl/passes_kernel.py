@@ -38,7 +38,7 @@ def form_kernel(program: Program, cx: Context) -> Program:
         body += p.finish
     body += tp.epilogue
     body += [Store(name, tuple(map(coordinate, t.axes)), t, t.axes) for name, t in tp.outputs]
-    grid = (("tile", cx.row_tiles), ("head_block", Const(cx.binding.heads // cx.heads)))
+    grid = cx.grid(cx.schedule.rows, cx.heads)
     return replace(program, kernels=(Kernel("fold", grid, (), (), tuple(body)),))
 
 

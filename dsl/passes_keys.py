@@ -22,7 +22,7 @@ from .algebra import (
     substitute,
     where,
 )
-from .context import ROW_OK, Context, seen_by
+from .context import NO_ROWS, ROW_OK, Context, seen_by
 from .dtypes import Kind, f32, i32
 from .errors import AxisMismatch
 from .expr import ALWAYS, Const, Coord, Elem, Expr, Iota, KeyField, Tile, Var, ordered
@@ -32,7 +32,6 @@ from .spec import Listed, Range
 from .tile import Map, Mask, Reduce
 
 LAST_INDEX = (1 << 31) - 1
-NO_ROWS = at_least(Var("r0"), Var("r1"))
 
 
 # ---- bounds ----------------------------------------------------------------------------------------------------------
@@ -227,6 +226,8 @@ def fetch_keys(program: Program, cx: Context) -> Program:
     before: keys = fetch leaf.k
     after:  page[key] = table[key // page_size] where some row of the tile sees the key, else -1
             keys = leaf.k[page, key % page_size] where page >= 0, else 0
+    or:     keys = leaf.k[table[k0 // page_size], k0 % page_size + i_key]
+            under fetch="pages", where every row sees the whole tile
     A key that no row of the tile sees is never touched, and its row is zero: zero times a weight of zero stays zero.
     """
 
@@ -238,6 +239,8 @@ def fetch_keys(program: Program, cx: Context) -> Program:
 
 def _fetched(s: Fetch, cx: Context) -> tuple[Stmt, ...]:
     number, leaf = cx.part_of(s.loop), cx.binding.leaf(s.leaf)
+    if cx.schedule.fetch == "pages" and not s.partial and leaf.page_size % cx.schedule.keys == 0:
+        return tuple(Map(dst, _key_row(s, f, *_within_page(s, cx), cx), s.loc) for f, dst in s.fields)
     key, ok = _keys_and_guard(s, cx)
     out: list[Stmt] = []
     part = cx.parts[number]
@@ -249,7 +252,15 @@ def _fetched(s: Fetch, cx: Context) -> tuple[Stmt, ...]:
     page = page_tile(number, s.leaf, cx)
     entry = Elem(f"{s.leaf}_table", (Var("seq"), floordiv(key, leaf.page_size)), i32, ok, s.loc)
     out.append(Map(page, where(ok, entry, -1), s.loc))
-    return (*out, *(Map(dst, _key_row(s, f, page, key, cx), s.loc) for f, dst in s.fields))
+    slot = op("mod", key, lift(leaf.page_size))
+    return (*out, *(Map(dst, _key_row(s, f, page, slot, at_least(page, 0), cx), s.loc) for f, dst in s.fields))
+
+
+def _within_page(s: Fetch, cx: Context) -> tuple[Expr, Expr, Expr]:
+    """Page, slots and guard of a key tile that lies in one page, and every key of which each row sees."""
+    size, k0 = cx.binding.leaf(s.leaf).page_size, Var("k0")
+    page = Elem(f"{s.leaf}_table", (Var("seq"), floordiv(k0, size)), i32, ALWAYS, s.loc)
+    return page, add(op("mod", k0, lift(size)), Iota("key")), ALWAYS
 
 
 def page_tile(number: int, leaf: str, cx: Context) -> Tile:
@@ -291,10 +302,9 @@ def _seen_by_some_row(number: int, loop: str, cx: Context) -> tuple[list[Stmt], 
     return out, sees
 
 
-def _key_row(s: Fetch, f: KeyField, page: Tile, key: Expr, cx: Context) -> Expr:
+def _key_row(s: Fetch, f: KeyField, page: Expr, slot: Expr, ok: Expr, cx: Context) -> Expr:
     """Values of a field: what is stored, times its scale unless the declaration asks for what is stored."""
-    leaf, slot = cx.binding.leaf(s.leaf), op("mod", key, lift(cx.binding.leaf(s.leaf).page_size))
-    ok = at_least(page, 0)
+    leaf = cx.binding.leaf(s.leaf)
     if f.name == "scale":
         return Elem(f"{s.leaf}_k_scale", (page, slot, Var("kv_head"), Const(0)), f32, ok, s.loc)
     stored = f.name if leaf.values or f.name == "k" else "k"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .algebra import add, at_least, both, floordiv, less, lift, mul, op, sub, where
-from .context import ROW_OK, Context
+from .context import NO_ROWS, ROW_OK, Context
 from .dtypes import i32
 from .expr import Const, Coord, Elem, Expr, Iota, KeyField, Param, Tile, Var
 from .loops import Arg, Best, Fetch, Kernel, KeyLoop, Stmt, Store
@@ -47,19 +47,22 @@ def select_kernels(
     count = column_count(part, cx)
     column = Coord("column", ("key",))
     keep = Store(window_name(number), (*_spot(s), column), s.order, s.order.axes, less(column, count))
-    grid = (("tile", cx.row_tiles), ("head_block", Const(cx.binding.heads // cx.heads)))
-    scores = Kernel(
-        f"scores{number}", grid, (), (), (*start, KeyLoop(part, only, (*fetches(only, s.fields), *s.step, keep)))
-    )
+    walk = KeyLoop(part, only, (*fetches(only, s.fields), *s.step, keep))
+    scores = Kernel(f"scores{number}", cx.grid(cx.schedule.rows, cx.heads), (), (), (*start, walk))
 
     axes = (*(a for a in s.order.axes if a != "key"), s.rank)
     columns = Tile(f"column{number}", axes, i32)
+    if cx.gpu:  # a tile past a sequence's end chooses among nothing; elsewhere it is left out as a whole
+        count = where(NO_ROWS, Const(0), count)
     body: list[Stmt] = [Best(columns, window_name(number), _spot(s), count)]
     for name, result in s.results:
         body.append(
             Store(name, (*map(_output_spot, axes[:-1]), Iota(s.rank)), _result(result, number, s, columns), axes)
         )
-    return scores, Kernel(f"select{number}", grid, (), (), tuple(body))
+    rows, heads = cx.schedule.rows, cx.heads
+    if cx.gpu:  # all threads of a block choose for one row
+        rows, heads = 1, 1 if "head" in s.order.axes else heads
+    return scores, Kernel(f"select{number}", cx.grid(rows, heads), (), (), tuple(body), rows, heads)
 
 
 def _spot(s: SelectPass) -> tuple[Expr, ...]:

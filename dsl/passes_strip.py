@@ -15,7 +15,7 @@ from .algebra import (
     substitute,
 )
 from .context import Context
-from .dtypes import DTYPES, DType, bf16
+from .dtypes import DTYPES, DType, f32
 from .expr import Const, Elem, Expr, Param, Tile, Var, walk
 from .loops import For, If, Kernel, Let, Program, Stmt, Store, Strip
 from .rewrite import Body, expressions, rewrite_body, statements
@@ -28,14 +28,14 @@ from .tile import Gemm, Map, Reduce
 def round_operands(program: Program, cx: Context) -> Program:
     """Round what matrix products multiply to the type they multiply in.
 
-    before: g = gemm(a, b)                     and the schedule's products are bfloat16
+    before: g = gemm(a, b)                     and the schedule's products are bfloat16 (or float16)
     after:  a_bfloat16 = a; b_bfloat16 = b; g = gemm(a_bfloat16, b_bfloat16)
             where tiles named so hold bfloat16; a tile loaded from such a type, for products alone, holds it itself
     Scores stay as exact as they were: rounded are only weights of sums over keys, and what holds no more precision.
     Products of two tiles that both differ from row to row stay in float32: no matrix unit takes them.
     """
     to = DTYPES[cx.schedule.products]
-    if to is not bf16:
+    if to is f32:
         return program
     return replace(program, kernels=tuple(replace(k, body=_rounded(k.body, to, cx)) for k in program.kernels))
 

@@ -65,6 +65,9 @@ class Schedule:
     strip: int = 0  # (row, head) points that a key tile is worked through at a time; 0: all of them
     products: str = "float32"  # what operands of matrix products are rounded to; sums are float32
     masks: str = "branch"  # branch: one loop, masked where not wholly seen | split: edge and middle loops | always
+    fetch: str = "rows"  # rows: key rows one by one | pages: of tiles wholly seen, one copy out of a page
+    stages: int = 0  # key tiles loaded ahead of the one that is computed with; on GPUs
+    threads: int = 0  # that share a tile, on GPUs; 0: four warps
 
     def heads_per_tile(self, binding: Binding) -> int:
         return self.heads or binding.group
@@ -72,7 +75,8 @@ class Schedule:
 
 STARTS = ("aligned", "first")
 MASKS = ("branch", "split", "always")
-PRODUCTS = ("float32", "bfloat16")
+PRODUCTS = ("float32", "bfloat16", "float16")
+FETCHES = ("rows", "pages")
 
 
 def check_schedule(tp: TileProgram, binding: Binding, schedule: Schedule) -> None:
@@ -97,8 +101,19 @@ def check_schedule(tp: TileProgram, binding: Binding, schedule: Schedule) -> Non
         refuse("products", f"must be one of {', '.join(PRODUCTS)}")
     if schedule.products != "float32" and schedule.keys % 2:
         refuse("keys", f"must be even, as products in {schedule.products} take keys in pairs")
-    if type(schedule.strip) is not int or schedule.strip < 0:
-        refuse("strip", "must be an integer, 0 or more")
+    for name in ("strip", "stages", "threads"):
+        value = getattr(schedule, name)
+        if type(value) is not int or value < 0:
+            refuse(name, "must be an integer, 0 or more")
+    if schedule.fetch not in FETCHES:
+        refuse("fetch", f"must be one of {', '.join(FETCHES)}")
+    if schedule.fetch == "pages":
+        if schedule.masks != "split" or schedule.start != "aligned":
+            refuse("fetch", "pages are copied where key tiles are wholly seen: it needs masks=split and start=aligned")
+        sizes = [leaf.page_size for _, leaf in binding.leaves]
+        if all(n % schedule.keys for n in sizes):
+            listed = ", ".join(map(str, sizes)) or "none"
+            refuse("fetch", f"a key tile must lie in one page: keys={schedule.keys} divides no page size ({listed})")
     heads = schedule.heads_per_tile(binding)
     if binding.group % heads:
         refuse("heads", f"does not divide the group of {binding.group} query heads that share a key-value head")

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from .errors import UnknownTarget
+from .gpu import GPUS, Gpu
 from .isa import Isa, best_isa
 from .schedule import Binding, Schedule
 from .spec import Listed, Spec
 from .targets_cpu import native_schedule, score_width
+from .targets_gpu import gpu_schedule
 
 
 @dataclass(frozen=True)
@@ -17,10 +19,18 @@ class Target:
     device: str  # device type of the tensors it takes
     compiled: bool = False  # needs a C compiler, and has no form for print() and breakpoint()
     isa: Isa | None = None  # what native code may use of this processor
+    gpu: Gpu | None = None  # what its programs are for
 
 
 # In the order in which they are tried for tensors on a device: the last one takes everything.
-TARGETS: dict[str, Target] = {t.name: t for t in (Target("cpu", "cpu", compiled=True), Target("interpret", "cpu"))}
+TARGETS: dict[str, Target] = {
+    t.name: t
+    for t in (
+        Target("cpu", "cpu", compiled=True),
+        Target("interpret", "cpu"),
+        *(Target(name, "cuda", gpu=gpu) for name, gpu in GPUS.items()),  # torch calls AMD's devices cuda as well
+    )
+}
 
 
 def target_named(name: str) -> Target:
@@ -33,6 +43,8 @@ def target_named(name: str) -> Target:
 
 def default_schedule(target: Target, spec: Spec, binding: Binding, rows: int, batch: int) -> Schedule:
     """The schedule used where none was tuned, by the mean number of query rows of a sequence."""
+    if target.gpu is not None:
+        return gpu_schedule(target.gpu, spec, binding, rows, batch)
     if target.isa is not None:
         return native_schedule(target.isa, spec, binding, rows, batch)
     mean = 1 << (-(-rows // max(1, batch)) - 1).bit_length() if rows else 1  # rounded up: few schedules, compiled once

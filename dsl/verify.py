@@ -18,7 +18,8 @@ _LOWERED: dict[str, tuple[type, ...]] = {
 }
 _ORDER = (
     "form_kernel", "partition_keys", "bound_key_loops", "fetch_keys", "apply_masks", "bind_coordinates",
-    "hoist_invariants", "remove_unused", "round_operands", "cut_strips", "allocate_tiles",
+    "share_reads", "hoist_invariants", "remove_unused", "round_operands", "cut_strips", "allocate_tiles",
+    "pad_features", "place_tiles", "stage_loads",
 )  # fmt: skip
 _NEVER = (Dot, Reduction, KeyField, FoldResult, Selected)  # the tile program has replaced these
 
@@ -114,7 +115,7 @@ def _check_definitions(k: Kernel, program: Program, after: str) -> None:
     """Every scalar and tile is defined on every path before it is read, and tensors are arguments."""
     tensors = {a.name for a in (*program.args, *program.workspaces)}
     sizes = {d.split()[0] for a in (*program.args, *program.workspaces) for d in a.shape if isinstance(d, str)}
-    final = after == "allocate_tiles"
+    final = _ORDER.index(after) >= _ORDER.index("allocate_tiles")
 
     def visit(body: Body, known: set[str]) -> None:
         for s in body:

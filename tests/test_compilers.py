@@ -105,6 +105,18 @@ def test_asked_for_and_broken(
         assert str(caught.value).replace(f"{folder}/", "") == text
 
 
+def test_one_without_a_c_library_is_passed_over(programs: Callable[[str, str], Path]) -> None:
+    """As a system has it where the compiler's package does not bring the headers."""
+    missing = "math.h: No such file or directory"
+    cc = programs("cc", f'[ "$1" = --version ] && {{ echo cc 12; exit; }}; echo "{missing}" >&2; exit 1')
+    gcc = programs("gcc", '[ "$1" = --version ] && echo gcc 12; true')
+    with pytest.warns(RuntimeWarning) as seen:
+        assert find_compiler() == Compiler((str(gcc),), "gcc 12")
+    (text,) = (str(w.message) for w in seen)
+    assert text.startswith(f"C compiler passed over: {cc} -fsyntax-only")
+    assert text.endswith(f"ended with status 1 and said {missing}")
+
+
 def test_broken_one_is_passed_over(programs: Callable[[str, str], Path]) -> None:
     """With a warning, once."""
     cc = programs("cc", "echo install the developer tools >&2; exit 1")

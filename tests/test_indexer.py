@@ -486,7 +486,7 @@ def peak():
 
 
 def operands(rows, keys):
-    pages = keys // page
+    pages = -(-keys // page)
     ones = torch.full((pages, 1, 1, page, 1, 8), 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
     scales = torch.ones(pages, 1, 1, page, 1, 1)
     cache = PagedKVCache(ones, torch.arange(pages)[None], torch.tensor([keys - rows]), scales=scales)

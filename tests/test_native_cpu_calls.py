@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.batches import content, place
-from support.native import INTERPRETER, On, distance, inputs_of, needs_compiler, run
+from support.native import INTERPRETER, On, distance, inputs_of, needs_compiler, of_sequences, run
 from support.reference import assert_same_bits
 from support.running import attention
 
@@ -22,13 +22,14 @@ from tilewright.dsl import Paged, Rows, dot, op, where
 from tilewright.dsl.dtypes import bf16, f32
 from tilewright.dsl.emit_c import emit_c
 from tilewright.dsl.errors import IllegalSchedule, OutOfBounds
-from tilewright.dsl.isa import ISAS
+from tilewright.dsl.isa import ISAS, supported
 from tilewright.dsl.lower import lower
 from tilewright.dsl.schedule import Binding, LeafBinding, Schedule
+from tilewright.dsl.targets_cpu import native_schedule
 from tilewright.ops import PagedKVCache, generic_flash_attention_kv_cache_ragged_sink
 from tilewright.ops.flash_attention import flash_attention
 from tilewright.ops.masks import mask_named
-from tilewright.random_inputs import Inputs
+from tilewright.random_inputs import Inputs, binding_of
 
 SCHEDULE = Schedule(rows=4, keys=16, partitions=3, strip=12)
 LISTED = Schedule(rows=1, keys=16, start="first", strip=5)
@@ -72,24 +73,30 @@ def test_pages_anywhere(rng: np.random.Generator) -> None:
 
 
 @needs_compiler
-def test_a_sequence_alone(seed: int) -> None:
-    """Its rows have the bits that they have in a batch."""
-    inputs = inputs_of("alibi_attention", seed)
-    schedule = replace(SCHEDULE, start="first")
-    whole = run(inputs, schedule, On("cpu"))["out"]
-    offsets = inputs.input_row_offsets.tolist()
-    for b in (0, 1, 3):
-        first, end = offsets[b], offsets[b + 1]
-        kv, q = inputs.arguments["cache"], inputs.arguments["q"]
-        assert isinstance(kv, tilewright.ops.cache.PagedLeaf)
-        assert isinstance(q, torch.Tensor)
-        alone = replace(kv, lookup_table=kv.lookup_table[b : b + 1], cache_lengths=kv.cache_lengths[b : b + 1])
-        one = replace(
-            inputs,
-            arguments={**inputs.arguments, "q": q[first:end], "cache": alone},
-            input_row_offsets=torch.tensor([0, end - first], dtype=torch.int32),
-        )
-        assert_same_bits(run(one, schedule, On("cpu"))["out"], whole[first:end])
+@pytest.mark.parametrize("order", [(0,), (1,), (3,), (3, 2, 1, 0), (1, 1, 3, 0, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("alibi_attention", SCHEDULE),
+        ("flash_attention", replace(SCHEDULE, start="first")),
+        ("flash_attention", None),
+        ("latent_sparse_attention", LISTED),
+        ("latent_sparse_attention", None),
+        ("mla_indexer", replace(LISTED, rows=4)),
+        ("mla_indexer", None),
+    ],
+)
+def test_other_sequences_of_a_batch(name: str, schedule: Schedule | None, order: tuple[int, ...], seed: int) -> None:
+    """Under one schedule (None: the whole batch's default), a row has the same bits whatever else is in the batch."""
+    inputs = inputs_of(name, seed)
+    rows, batch = int(inputs.input_row_offsets[-1]), len(inputs.input_row_offsets) - 1
+    isa = supported()[-1]
+    schedule = schedule or native_schedule(isa, inputs.spec, binding_of(inputs.spec, inputs.sizes), rows, batch)
+    on = On("cpu", isa.name)
+    other, taken = of_sequences(inputs, order)
+    whole = run(inputs, schedule, on)
+    for key, x in run(other, schedule, on).items():
+        assert_same_bits(x, whole[key][taken])
 
 
 # ---- indices outside -------------------------------------------------------------------------------------------------

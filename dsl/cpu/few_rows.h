@@ -16,8 +16,8 @@
 
 // The row that is read as j-th, counted on into the next ones; prefetching one that is not read costs little.
 #define TW_LATER(b_rows, j, n, next, n_next) \
-  ((j) < (n) ? (const void*)(b_rows)[j] : (j) - (n) < (n_next) ? (next)[(j) - (n)] : (const void*)(b_rows)[(n) - 1])
-#define TW_PREFETCH(row, at, element) __builtin_prefetch((const char*)(row) + (at) * (int64_t)sizeof(element), 0, 3)
+  ((j) < (n) ? (const void *)(b_rows)[j] : (j) - (n) < (n_next) ? (next)[(j) - (n)] : (const void *)(b_rows)[(n) - 1])
+#define TW_PREFETCH(row, at, element) __builtin_prefetch((const char *)(row) + (at) * (int64_t)sizeof(element), 0, 3)
 
 // `rows`, a constant to what is called, is 1, 2 or 4. `last` is the number of the last row: three rows are four of
 // which two are the same one, which costs nothing beside reading the other matrix, and a quarter less code to compile.
@@ -42,12 +42,12 @@
 
 // c[r][j] = a[r] . b_rows[j]. A vector of `step` elements at a time; `load` and `part` give a's and b's vectors.
 #define TW_DOTS(name, a_element, b_element, vector, step, per_word, load_a, part_a, load_b, part_b, multiply_add)      \
-  TW_INLINE void name##_few(const int rows, int last, const a_element* a, int64_t lda, const b_element* const* b_rows, \
-                            int n, int depth, float* c, int64_t ldc, const void* const* next, int n_next) {            \
+  TW_INLINE void name##_few(const int rows, int last, const a_element *a, int64_t lda, const b_element *const *b_rows, \
+                            int n, int depth, float *c, int64_t ldc, const void *const *next, int n_next) {            \
     const int keys = TW_FEW_KEYS(rows), whole = depth / (step) * (step);                                               \
     for (int j = 0; j < n; j += keys) {                                                                                \
-      const b_element* b[TW_FEW];                                                                                      \
-      const void* ahead[TW_FEW];                                                                                       \
+      const b_element *b[TW_FEW];                                                                                      \
+      const void *ahead[TW_FEW];                                                                                       \
       tw_f32 sum[TW_FEW * TW_FEW];                                                                                     \
       TW_UNROLL                                                                                                        \
       for (int i = 0; i < keys; i++) {                                                                                 \
@@ -94,8 +94,8 @@
       }                                                                                                                \
     }                                                                                                                  \
   }                                                                                                                    \
-  TW_FUNCTION void name(int rows, const a_element* a, int64_t lda, const b_element* const* b_rows, int n, int depth,   \
-                        float* c, int64_t ldc, const void* const* next, int n_next) {                                  \
+  TW_FUNCTION void name(int rows, const a_element *a, int64_t lda, const b_element *const *b_rows, int n, int depth,   \
+                        float *c, int64_t ldc, const void *const *next, int n_next) {                                  \
     TW_EVERY_FEW(name##_few, b_rows, n, depth, c, ldc, next, n_next)                                                   \
   }
 
@@ -109,7 +109,7 @@ TW_DOTS_OF(float32_float8_e4m3fn, uint8_t, float8_e4m3fn)
 
 #if defined(TW_BF16_DOT)
 // `a` in words as gemm.h has it (lda counts words), `depth` in elements.
-TW_INLINE tw_i32 tw_a_pairs_part(const uint32_t* p, int n) { return tw_pairs_part((const uint16_t*)p, n); }
+TW_INLINE tw_i32 tw_a_pairs_part(const uint32_t *p, int n) { return tw_pairs_part((const uint16_t *)p, n); }
 TW_DOTS(tw_dot_rows_bfloat16, uint32_t, uint16_t, tw_i32, 2 * TW_LANES, 2, tw_words, tw_a_pairs_part, tw_words,
         tw_pairs_part, tw_dot_pairs)
 #endif
@@ -117,24 +117,24 @@ TW_DOTS(tw_dot_rows_bfloat16, uint32_t, uint16_t, tw_i32, 2 * TW_LANES, 2, tw_wo
 // c[r][d] (+)= sum over j in n_lo..n_hi of a[r][j] * b_rows[j][d], ascending. A block is `vectors` vectors wide, or
 // with `some` not 0 the first `some` elements of one.
 #define TW_COMBINE(name, b_element, load, part)                                                                       \
-  TW_INLINE void name##_block(const int rows, int last, const int vectors, const float* a, int64_t lda,               \
-                              const b_element* const* b_rows, int n_lo, int n_hi, int d, int some, float* c,          \
-                              int64_t ldc, bool accumulate, const void* const* next, int n_next) {                    \
+  TW_INLINE void name##_block(const int rows, int last, const int vectors, const float *a, int64_t lda,               \
+                              const b_element *const *b_rows, int n_lo, int n_hi, int d, int some, float *c,          \
+                              int64_t ldc, bool accumulate, const void *const *next, int n_next) {                    \
     tw_f32 sum[TW_FEW][8];                                                                                            \
     TW_UNROLL                                                                                                         \
     for (int r = 0; r < rows; r++) {                                                                                  \
       TW_UNROLL                                                                                                       \
       for (int v = 0; v < vectors; v++) {                                                                             \
-        const float* at = c + TW_ROW(r) * ldc + d + v * TW_LANES;                                                     \
+        const float *at = c + TW_ROW(r) * ldc + d + v * TW_LANES;                                                     \
         sum[r][v] = !accumulate ? (tw_f32){0} : some ? tw_load_float32_part(at, some) : tw_load_float32(at);          \
       }                                                                                                               \
     }                                                                                                                 \
     for (int j = n_lo; j < n_hi; j++) {                                                                               \
       tw_f32 y[8];                                                                                                    \
-      const void* ahead = TW_LATER(b_rows, j + TW_AHEAD(b_element), n_hi, next, n_next);                              \
+      const void *ahead = TW_LATER(b_rows, j + TW_AHEAD(b_element), n_hi, next, n_next);                              \
       TW_UNROLL                                                                                                       \
       for (int v = 0; v < vectors; v++) {                                                                             \
-        const b_element* at = b_rows[j] + d + v * TW_LANES;                                                           \
+        const b_element *at = b_rows[j] + d + v * TW_LANES;                                                           \
         y[v] = some ? part(at, some) : load(at);                                                                      \
         TW_PREFETCH(ahead, d + v * TW_LANES, b_element);                                                              \
       }                                                                                                               \
@@ -149,7 +149,7 @@ TW_DOTS(tw_dot_rows_bfloat16, uint32_t, uint16_t, tw_i32, 2 * TW_LANES, 2, tw_wo
     for (int r = 0; r < rows; r++) {                                                                                  \
       TW_UNROLL                                                                                                       \
       for (int v = 0; v < vectors; v++) {                                                                             \
-        float* at = c + TW_ROW(r) * ldc + d + v * TW_LANES;                                                           \
+        float *at = c + TW_ROW(r) * ldc + d + v * TW_LANES;                                                           \
         if (some)                                                                                                     \
           tw_store_float32_part(at, sum[r][v], some);                                                                 \
         else                                                                                                          \
@@ -157,9 +157,9 @@ TW_DOTS(tw_dot_rows_bfloat16, uint32_t, uint16_t, tw_i32, 2 * TW_LANES, 2, tw_wo
       }                                                                                                               \
     }                                                                                                                 \
   }                                                                                                                   \
-  TW_INLINE void name##_few(const int rows, int last, const float* a, int64_t lda, const b_element* const* b_rows,    \
-                            int n_lo, int n_hi, int width, float* c, int64_t ldc, bool accumulate,                    \
-                            const void* const* next, int n_next) {                                                    \
+  TW_INLINE void name##_few(const int rows, int last, const float *a, int64_t lda, const b_element *const *b_rows,    \
+                            int n_lo, int n_hi, int width, float *c, int64_t ldc, bool accumulate,                    \
+                            const void *const *next, int n_next) {                                                    \
     const int wide = TW_FEW_WIDE(rows);                                                                               \
     int d = 0;                                                                                                        \
     for (; d + wide * TW_LANES <= width; d += wide * TW_LANES)                                                        \
@@ -168,8 +168,8 @@ TW_DOTS(tw_dot_rows_bfloat16, uint32_t, uint16_t, tw_i32, 2 * TW_LANES, 2, tw_wo
       name##_block(rows, last, 1, a, lda, b_rows, n_lo, n_hi, d, width - d < TW_LANES ? width - d : TW_LANES, c, ldc, \
                    accumulate, next, n_next);                                                                         \
   }                                                                                                                   \
-  TW_FUNCTION void name(int rows, const float* a, int64_t lda, const b_element* const* b_rows, int n_lo, int n_hi,    \
-                        int width, float* c, int64_t ldc, bool accumulate, const void* const* next, int n_next) {     \
+  TW_FUNCTION void name(int rows, const float *a, int64_t lda, const b_element *const *b_rows, int n_lo, int n_hi,    \
+                        int width, float *c, int64_t ldc, bool accumulate, const void *const *next, int n_next) {     \
     TW_EVERY_FEW(name##_few, b_rows, n_lo, n_hi, width, c, ldc, accumulate, next, n_next)                             \
   }
 
@@ -184,9 +184,9 @@ TW_COMBINE_OF(float32_float8_e4m3fn, uint8_t, float8_e4m3fn)
 // The same with `a` in bfloat16, lda in elements. Processors with AMX issue the product of pairs every other cycle, so
 // that `a` widened first is faster.
 #define TW_WIDENED 256  // columns of `a` at a time
-TW_FUNCTION void tw_combine_rows_bfloat16(int rows, const uint16_t* a, int64_t lda, const uint16_t* const* b_rows,
-                                          int n_lo, int n_hi, int width, float* c, int64_t ldc, bool accumulate,
-                                          const void* const* next, int n_next) {
+TW_FUNCTION void tw_combine_rows_bfloat16(int rows, const uint16_t *a, int64_t lda, const uint16_t *const *b_rows,
+                                          int n_lo, int n_hi, int width, float *c, int64_t ldc, bool accumulate,
+                                          const void *const *next, int n_next) {
   float wide[TW_FEW * TW_WIDENED];
   for (int some; rows > 0; rows -= some, a += some * lda, c += some * ldc) {
     some = rows < TW_FEW ? rows : TW_FEW;
@@ -201,7 +201,7 @@ TW_FUNCTION void tw_combine_rows_bfloat16(int rows, const uint16_t* a, int64_t l
         }
       }
       tw_combine_rows_float32_bfloat16(some, wide, TW_WIDENED, b_rows + j, 0, n, width, c, ldc, accumulate || j > n_lo,
-                                       last ? next : (const void* const*)(b_rows + j + n),
+                                       last ? next : (const void *const *)(b_rows + j + n),
                                        last ? n_next : n_hi - j - n);
       j += TW_WIDENED;
     } while (j < n_hi);
@@ -210,8 +210,8 @@ TW_FUNCTION void tw_combine_rows_bfloat16(int rows, const uint16_t* a, int64_t l
 #elif defined(TW_BF16_DOT)
 // The same with `a` in bfloat16, lda in elements: pairs of rows 2k and 2k + 1 in one instruction. A pair of which one
 // row is outside n_lo..n_hi has zeros for it, on both sides.
-TW_INLINE void tw_combine_pair(const int rows, int last, const int panels, const uint16_t* a, int64_t lda,
-                               const uint16_t* first, const uint16_t* second, int j, int d, int left,
+TW_INLINE void tw_combine_pair(const int rows, int last, const int panels, const uint16_t *a, int64_t lda,
+                               const uint16_t *first, const uint16_t *second, int j, int d, int left,
                                tw_f32 (*sum)[8]) {
   tw_i32 y[8];
   TW_UNROLL
@@ -232,16 +232,16 @@ TW_INLINE void tw_combine_pair(const int rows, int last, const int panels, const
   }
 }
 
-TW_INLINE void tw_combine_pairs(const int rows, int last, const int panels, const uint16_t* a, int64_t lda,
-                                const uint16_t* const* b_rows, int n_lo, int n_hi, int d, int left, float* c,
-                                int64_t ldc, bool accumulate, const void* const* next, int n_next) {
+TW_INLINE void tw_combine_pairs(const int rows, int last, const int panels, const uint16_t *a, int64_t lda,
+                                const uint16_t *const *b_rows, int n_lo, int n_hi, int d, int left, float *c,
+                                int64_t ldc, bool accumulate, const void *const *next, int n_next) {
   tw_f32 sum[TW_FEW][8];
   TW_UNROLL
   for (int r = 0; r < rows; r++) {
     TW_UNROLL
     for (int v = 0; v < 2 * panels; v++) {
       const int some = left - v * TW_LANES < 0 ? 0 : left - v * TW_LANES;
-      const float* at = c + TW_ROW(r) * ldc + d;
+      const float *at = c + TW_ROW(r) * ldc + d;
       sum[r][v] = !accumulate        ? (tw_f32){0}
                   : some >= TW_LANES ? tw_load_float32(at + v * TW_LANES)
                   : some             ? tw_load_float32_part(at + v * TW_LANES, some)
@@ -253,7 +253,7 @@ TW_INLINE void tw_combine_pairs(const int rows, int last, const int panels, cons
   if (j < n_lo) j += 2;
   for (; j + 2 <= n_hi; j += 2) {
     const int later = j + TW_AHEAD(uint16_t);
-    const void* ahead[2] = {TW_LATER(b_rows, later, n_hi, next, n_next),
+    const void *ahead[2] = {TW_LATER(b_rows, later, n_hi, next, n_next),
                             TW_LATER(b_rows, later + 1, n_hi, next, n_next)};
     TW_UNROLL
     for (int v = 0; v < panels; v++) {
@@ -268,7 +268,7 @@ TW_INLINE void tw_combine_pairs(const int rows, int last, const int panels, cons
     TW_UNROLL
     for (int v = 0; v < 2 * panels; v++) {
       const int some = left - v * TW_LANES;
-      float* at = c + TW_ROW(r) * ldc + d + v * TW_LANES;
+      float *at = c + TW_ROW(r) * ldc + d + v * TW_LANES;
       if (some >= TW_LANES)
         tw_store_float32(at, sum[r][v]);
       else if (some > 0)
@@ -277,9 +277,9 @@ TW_INLINE void tw_combine_pairs(const int rows, int last, const int panels, cons
   }
 }
 
-TW_INLINE void tw_combine_rows_bfloat16_few(const int rows, int last, const uint16_t* a, int64_t lda,
-                                            const uint16_t* const* b_rows, int n_lo, int n_hi, int width, float* c,
-                                            int64_t ldc, bool accumulate, const void* const* next, int n_next) {
+TW_INLINE void tw_combine_rows_bfloat16_few(const int rows, int last, const uint16_t *a, int64_t lda,
+                                            const uint16_t *const *b_rows, int n_lo, int n_hi, int width, float *c,
+                                            int64_t ldc, bool accumulate, const void *const *next, int n_next) {
   const int wide = TW_FEW_WIDE(rows) / 2;
   int d = 0;
   for (; d + wide * TW_PANEL <= width; d += wide * TW_PANEL)
@@ -289,9 +289,9 @@ TW_INLINE void tw_combine_rows_bfloat16_few(const int rows, int last, const uint
     tw_combine_pairs(rows, last, 1, a, lda, b_rows, n_lo, n_hi, d, width - d, c, ldc, accumulate, next, n_next);
 }
 
-TW_FUNCTION void tw_combine_rows_bfloat16(int rows, const uint16_t* a, int64_t lda, const uint16_t* const* b_rows,
-                                          int n_lo, int n_hi, int width, float* c, int64_t ldc, bool accumulate,
-                                          const void* const* next, int n_next) {
+TW_FUNCTION void tw_combine_rows_bfloat16(int rows, const uint16_t *a, int64_t lda, const uint16_t *const *b_rows,
+                                          int n_lo, int n_hi, int width, float *c, int64_t ldc, bool accumulate,
+                                          const void *const *next, int n_next) {
   TW_EVERY_FEW(tw_combine_rows_bfloat16_few, b_rows, n_lo, n_hi, width, c, ldc, accumulate, next, n_next)
 }
 #endif

@@ -8,7 +8,7 @@
 #define TW_STREAMED ((int64_t)4 << 20)
 
 #if defined(TW_AVX2) || defined(TW_AVX512)
-TW_INLINE bool tw_apart(const void* p, int bytes) { return ((uintptr_t)p & (uintptr_t)(bytes - 1)) != 0; }
+TW_INLINE bool tw_apart(const void *p, int bytes) { return ((uintptr_t)p & (uintptr_t)(bytes - 1)) != 0; }
 
 // A processor's streamed stores may be seen late; this orders them before all that follows.
 TW_INLINE void tw_end_stream(void) { _mm_sfence(); }
@@ -16,7 +16,7 @@ TW_INLINE void tw_end_stream(void) { _mm_sfence(); }
 TW_INLINE void tw_end_stream(void) {}
 #endif
 
-TW_INLINE void tw_stream_float32(float* p, tw_f32 x, bool large) {
+TW_INLINE void tw_stream_float32(float *p, tw_f32 x, bool large) {
 #if defined(TW_AVX512)
   if (large && !tw_apart(p, 64)) {
     _mm512_stream_ps(p, x);
@@ -32,15 +32,15 @@ TW_INLINE void tw_stream_float32(float* p, tw_f32 x, bool large) {
   tw_store_float32(p, x);
 }
 
-TW_INLINE void tw_stream_bfloat16(uint16_t* p, tw_f32 x, bool large) {
+TW_INLINE void tw_stream_bfloat16(uint16_t *p, tw_f32 x, bool large) {
 #if defined(TW_AVX512)
   if (large && !tw_apart(p, 32)) {
-    _mm256_stream_si256((__m256i*)p, (__m256i)tw_narrow_bfloat16(x));
+    _mm256_stream_si256((__m256i *)p, (__m256i)tw_narrow_bfloat16(x));
     return;
   }
 #elif defined(TW_AVX2)
   if (large && !tw_apart(p, 16)) {
-    _mm_stream_si128((__m128i*)p, (__m128i)tw_narrow_bfloat16(x));
+    _mm_stream_si128((__m128i *)p, (__m128i)tw_narrow_bfloat16(x));
     return;
   }
 #endif

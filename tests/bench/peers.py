@@ -12,9 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.nn.functional as F
-from suite import Method
+from names import Method
 from torch import Tensor
 from workloads import DIM, GROUP, HEADS, KV_HEADS, PAGE, SCALE, Workload
+
+BASELINE = "torch heads t128"  # torch_heads
 
 # Largest error relative to the largest value. In bfloat16 the baselines round scores and weights.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -78,50 +80,80 @@ def _unfolded(o: Tensor) -> Tensor:
 def sdpa(w: Workload) -> Method:
     """Pages gathered, then torch's SDPA, a call a sequence; one-row sequences of equal length in one call.
 
-    Groups are folded into rows, which is faster than `enable_gqa`, but where a prompt has no cached keys: there
-    `is_causal` skips half of the work, which a mask would not. A sink is one more key, of a zero value.
+    Groups are folded into rows, so that a group's keys are read once. A sink is one more key, of a zero value.
     """
-    firsts = [w.shape.first_key(n) for n in range(len(w.shape.rows))]
-    plain = w.shape.window is None and w.sinks is None
-    if plain and set(w.shape.rows) == {1} and len(set(w.shape.keys)) == 1:
-        return lambda: _sdpa_batched(w)
-    masks = [_bias(w, n, first) for n, first in enumerate(firsts)]
+    masks = [_bias(w, n) for n in range(len(w.shape.rows))]
 
     def call() -> Tensor:
+        if _is_uniform_decode(w):
+            k, v = _gathered_batch(w)
+            return F.scaled_dot_product_attention(w.q.view(-1, KV_HEADS, GROUP, DIM), k, v).reshape(w.q.shape)
         out = []
-        for n, (q, first, mask) in enumerate(zip(torch.split(w.q, list(w.shape.rows)), firsts, masks, strict=True)):
-            k, v = _gathered(w, n, first)
-            if plain and len(q) > 1 and w.shape.cached[n] == 0:
-                rows = q.transpose(0, 1)[None]
-                o = F.scaled_dot_product_attention(rows, k[None], v[None], is_causal=True, enable_gqa=True)
-                out.append(o[0].transpose(0, 1))
-                continue
-            if w.sinks is not None:
-                k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        for n, (q, mask) in enumerate(zip(torch.split(w.q, list(w.shape.rows)), masks, strict=True)):
+            k, v = _with_sink(w, *_gathered(w, n, w.shape.first_key(n)))
             out.append(_unfolded(F.scaled_dot_product_attention(_folded(q)[None], k[None], v[None], mask)))
         return torch.cat(out)
 
     return call
 
 
-def _sdpa_batched(w: Workload) -> Tensor:
-    pages = w.table.long()
-    k, v = (x[pages].transpose(1, 2).reshape(len(pages), KV_HEADS, -1, DIM) for x in w.head_first())
-    keys = w.shape.keys[0]
-    q = w.q.view(-1, KV_HEADS, GROUP, DIM)
-    return F.scaled_dot_product_attention(q, k[:, :, :keys], v[:, :, :keys]).reshape(w.q.shape)
+def sdpa_gqa(w: Workload) -> Method:
+    """The same by SDPA's `enable_gqa`, and by `is_causal` where a prompt has no cached keys: a mask skips no work."""
+    plain = w.shape.window is None and w.sinks is None
+    causal = [plain and c == 0 and r > 1 for r, c in zip(w.shape.rows, w.shape.cached, strict=True)]
+    masks = [None if c else _bias_by_head(w, n) for n, c in enumerate(causal)]
+
+    def call() -> Tensor:
+        if _is_uniform_decode(w):
+            k, v = _gathered_batch(w)
+            return F.scaled_dot_product_attention(w.q[:, :, None], k, v, enable_gqa=True)[:, :, 0]
+        out = []
+        for n, q in enumerate(torch.split(w.q, list(w.shape.rows))):
+            k, v = _with_sink(w, *_gathered(w, n, w.shape.first_key(n)))
+            o = F.scaled_dot_product_attention(
+                q.transpose(0, 1)[None], k[None], v[None], masks[n], is_causal=causal[n], enable_gqa=True
+            )
+            out.append(o[0].transpose(0, 1))
+        return torch.cat(out)
+
+    return call
 
 
-def _bias(w: Workload, n: int, first: int) -> Tensor | None:
-    """What SDPA adds to the folded scores of a sequence; None where its one row sees every key."""
-    if w.shape.rows[n] == 1 and w.sinks is None:
+def _is_uniform_decode(w: Workload) -> bool:
+    plain = w.shape.window is None and w.sinks is None
+    return plain and set(w.shape.rows) == {1} and len(set(w.shape.keys)) == 1
+
+
+def _gathered_batch(w: Workload) -> tuple[Tensor, Tensor]:
+    """[sequence, kv_head, key, dim] of sequences of equal length."""
+    pages, keys = w.table.long(), w.shape.keys[0]
+    k, v = (x[pages].transpose(1, 2).reshape(len(pages), KV_HEADS, -1, DIM)[:, :, :keys] for x in w.head_first())
+    return k, v
+
+
+def _with_sink(w: Workload, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return (k, v) if w.sinks is None else (F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)))
+
+
+def _bias(w: Workload, n: int) -> Tensor | None:
+    """What SDPA adds to the folded scores of a sequence, from its first key; None where its one row sees every key."""
+    if w.sinks is not None:
+        by_head = _bias_by_head(w, n)
+        assert by_head is not None
+        return by_head.view(1, KV_HEADS, GROUP * w.shape.rows[n], -1)
+    return None if w.shape.rows[n] == 1 else _seen(w, n, w.shape.first_key(n)).repeat(GROUP, 1)
+
+
+def _bias_by_head(w: Workload, n: int) -> Tensor | None:
+    """[row, key], or with sinks [1, head, row, key and sink]."""
+    rows = w.shape.rows[n]
+    if rows == 1 and w.sinks is None:
         return None
-    seen = _seen(w, n, first).repeat(GROUP, 1)
+    seen = _seen(w, n, w.shape.first_key(n))
     if w.sinks is None:
         return seen
-    sinks = w.sinks.view(KV_HEADS, GROUP, 1, 1).expand(-1, -1, w.shape.rows[n], 1).reshape(KV_HEADS, -1, 1)
-    bias = torch.zeros(seen.shape).masked_fill(~seen, -math.inf).expand(KV_HEADS, -1, -1)
-    return torch.cat([bias, sinks], 2).to(w.dtype)[None]
+    bias = torch.zeros(seen.shape).masked_fill(~seen, -math.inf).expand(HEADS, -1, -1)
+    return torch.cat([bias, w.sinks.view(HEADS, 1, 1).expand(-1, rows, -1)], 2).to(w.dtype)[None]
 
 
 def eager(w: Workload) -> Method:

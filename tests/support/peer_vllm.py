@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -61,39 +63,52 @@ def attention(
     split: bool = True,
 ) -> Bits:
     """k and v: [pages, page_size, kv_heads, width]."""
+    given = (tensor(q), tensor(k), tensor(v), tensor(table), tensor(offsets), tensor(num_keys))
+    options = Attention(scale, causal, window, isa, split)
+    return array(prepared_attention(*given, None if sinks is None else tensor(sinks), options)())
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What a call of `prepared_attention` may choose. isa: vec, vec16 or amx."""
+
+    scale: float
+    causal: bool = True
+    window: int = -1
+    isa: str = "vec"
+    split: bool = True
+
+
+def prepared_attention(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, offsets: Tensor, num_keys: Tensor, sinks: Tensor | None,
+    options: Attention,
+) -> Callable[[], Tensor]:  # fmt: skip
+    """The operator alone, on a cache filled and a plan made here, for the threads that torch has now."""
+    isa, causal, window = options.isa, options.causal, options.window
     # Linux lets a process use AMX once it has asked to; vLLM leaves that to whoever multiplied matrices before.
     if isa == "amx" and not (torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()):
         raise Refused("this processor has no AMX")
-    rows, keys, values = tensor(q), tensor(k), tensor(v)
-    pages, page_size, kv_heads, width = keys.shape
-    pool = torch.zeros(pages, kv_heads, 2 * page_size, width, dtype=keys.dtype)
+    pages, page_size, kv_heads, width = k.shape
+    pool = torch.zeros(pages, kv_heads, 2 * page_size, width, dtype=k.dtype)
     key_cache, value_cache = pool.chunk(2, 2)
     slots = torch.arange(pages * page_size)
     ops.cpu_attn_reshape_and_cache(
-        keys.flatten(0, 1), values.flatten(0, 1), key_cache, value_cache, slots, isa, 1.0, 1.0, "auto"
+        k.flatten(0, 1), v.flatten(0, 1), key_cache, value_cache, slots, isa, 1.0, 1.0, "auto"
     )
-    starts, lengths = tensor(offsets), tensor(num_keys)
     plan = ops.get_scheduler_metadata(
-        len(lengths),
-        rows.shape[1],
-        kv_heads,
-        width,
-        lengths,
-        rows.dtype,
-        starts,
-        causal,
-        window,
-        isa,
-        split,
-        None,
-        "auto",
-    )
-    out = torch.full_like(rows, torch.nan)
-    ops.cpu_attention_with_kv_cache(
-        rows, key_cache, value_cache, out, starts, lengths, scale, causal, None, window, tensor(table), 0.0, plan,
-        None if sinks is None else tensor(sinks), None, 1.0, 1.0, "auto",
+        len(num_keys), q.shape[1], kv_heads, width, num_keys, q.dtype, offsets, causal, window, isa, options.split,
+        None, "auto",
     )  # fmt: skip
-    return array(out)
+
+    def call() -> Tensor:
+        out = torch.empty_like(q)
+        ops.cpu_attention_with_kv_cache(
+            q, key_cache, value_cache, out, offsets, num_keys, options.scale, causal, None, window, table, 0.0, plan,
+            sinks, None, 1.0, 1.0, "auto",
+        )  # fmt: skip
+        return out
+
+    return call
 
 
 def latent(

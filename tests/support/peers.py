@@ -51,6 +51,11 @@ class Peer:
             return sys.executable, os.pathsep.join([tests, str(self.folder)])
         return (sys.executable, tests) if find_spec(self.module) else None
 
+    def surroundings(self, command: tuple[str, str]) -> dict[str, str]:
+        """The environment of its process: neither our own variables nor a thread count of ours decide what it does."""
+        kept = {n: v for n, v in os.environ.items() if not n.startswith(("TILEWRIGHT_", "PYTHON", "OMP_"))}
+        return {**kept, **self.environment, "PYTHONPATH": command[1]}
+
     @property
     def needed(self) -> pytest.MarkDecorator:
         reason = f"needs {self.package}: run `make oracles`, or set {self.variable} to an interpreter that has it"
@@ -63,11 +68,9 @@ class Peer:
         with tempfile.TemporaryDirectory() as folder:
             asked, answered = Path(folder, "calls.npz"), Path(folder, "answers.npz")
             peer_calls.write(asked, calls)
-            # Neither our own variables nor the tests' thread count decide what a peer does.
-            kept = {n: v for n, v in os.environ.items() if not n.startswith(("TILEWRIGHT_", "PYTHON", "OMP_"))}
             done = subprocess.run(
                 [command[0], "-m", f"support.{self.script}", str(asked), str(answered)],
-                env={**kept, **self.environment, "PYTHONPATH": command[1]},
+                env=self.surroundings(command),
                 cwd=folder,
                 capture_output=True,
                 text=True,

@@ -1,4 +1,4 @@
-/* Runs one generated program under sanitizers: tensors in memory of exactly their size, scratch likewise. */
+/* Runs one generated program by itself: tensors in memory of exactly their size, scratch likewise. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
