@@ -14,16 +14,10 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any, Final
 
+from tilewright.dsl.gpu import GPUS, Gpu
+
 Number = int | float
-CUDA_ARCHS: Final = ("sm_80", "sm_90a", "sm_100a")
-HIP_ARCHS: Final = ("gfx942", "gfx950")
-SHARED_LIMITS: Final = {  # bytes of shared memory a block may use
-    "sm_80": 163 << 10,
-    "sm_90a": 227 << 10,
-    "sm_100a": 227 << 10,
-    "gfx942": 64 << 10,
-    "gfx950": 160 << 10,
-}
+ARCHS: Final[dict[str, Gpu]] = {g.name: g for g in GPUS.values()}  # by the name in `DeviceSource.arch`
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,14 @@ from support.device_sources import one_kernel
 
 from tilewright.codegen_cache import building
 from tilewright.codegen_cache.device_compiler import DeviceCode, compile_device, cuda, hip, toolkits
-from tilewright.codegen_cache.device_source import CUDA_ARCHS, HIP_ARCHS, DeviceSource
+from tilewright.codegen_cache.device_source import ARCHS, DeviceSource
 from tilewright.dsl.errors import CompileError, MissingToolkit, UnknownTarget
 
 has_cuda = toolkits.find_program("nvcc") is not None or toolkits.nvrtc() is not None
 needs_cuda = pytest.mark.skipif(not has_cuda, reason="neither nvcc nor NVRTC is installed")
 needs_zig = pytest.mark.skipif(importlib.util.find_spec("ziglang") is None, reason="ziglang is not installed")
 needs_disassembler = pytest.mark.skipif(toolkits.find_program("nvdisasm") is None, reason="nvdisasm is not installed")
-EVERY_ARCH = [
-    *(pytest.param(a, marks=needs_cuda) for a in CUDA_ARCHS),
-    *(pytest.param(a, marks=needs_zig) for a in HIP_ARCHS),
-]
+EVERY_ARCH = [pytest.param(name, marks=needs_zig if gpu.kind == "hip" else needs_cuda) for name, gpu in ARCHS.items()]
 
 
 def small(arch: str, body: str, threads: int = 128) -> DeviceSource:

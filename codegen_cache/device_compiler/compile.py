@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 from tilewright.codegen_cache.building import Work, entry
-from tilewright.codegen_cache.device_source import CUDA_ARCHS, HIP_ARCHS, DeviceSource
+from tilewright.codegen_cache.device_source import ARCHS, DeviceSource
 from tilewright.dsl.errors import UnknownTarget
 
 from . import cuda, hip, toolkits
@@ -18,9 +18,9 @@ def compile_device(source: DeviceSource) -> DeviceCode:
 
     Raises MissingToolkit, CompileError where the compiler refuses the source, and UnknownTarget.
     """
-    if source.arch not in (*CUDA_ARCHS, *HIP_ARCHS):
-        raise UnknownTarget(target=source.arch, known=", ".join((*CUDA_ARCHS, *HIP_ARCHS)))
-    tools = hip if source.arch in HIP_ARCHS else cuda
+    if source.arch not in ARCHS:
+        raise UnknownTarget(target=source.arch, known=", ".join(ARCHS))
+    tools = hip if ARCHS[source.arch].kind == "hip" else cuda
     version, commands = tools.compiler(source.arch)
     _, templates = toolkits.templates()
     parts: dict[str, object] = {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tilewright.codegen_cache.device_source import SHARED_LIMITS, DeviceSource, KernelArg, Launch, Number, evaluate
+from tilewright.codegen_cache.device_source import ARCHS, DeviceSource, KernelArg, Launch, Number, evaluate
 from tilewright.dsl.errors import EmulationError
 
 from .build import build
@@ -87,13 +87,12 @@ def _launch(
     grid, block = ([int(evaluate(e, names)) for e in sizes] for sizes in (launch.grid, launch.block))
     if 0 in grid:
         return 0
-    shared = int(evaluate(launch.shared_bytes, names))
-    if shared > SHARED_LIMITS[source.arch]:
-        raise failed(f"{shared} bytes of shared memory; {source.arch} has {SHARED_LIMITS[source.arch]}")
-    wave = 64 if source.arch.startswith("gfx") else 32
+    gpu, shared = ARCHS[source.arch], int(evaluate(launch.shared_bytes, names))
+    if shared > gpu.shared_bytes:
+        raise failed(f"{shared} bytes of shared memory; {gpu.name} has {gpu.shared_bytes}")
     threads = block[0] * block[1] * block[2]
-    if threads % wave or threads > 1024:
-        raise failed(f"{threads} threads a block, not a multiple of {wave} up to 1024")
+    if threads % gpu.warp or threads > gpu.threads:
+        raise failed(f"{threads} threads a block, not a multiple of {gpu.warp} up to {gpu.threads}")
     try:
         cells = [_cell(a, device, source, names) for a in launch.args]
     except ValueError as e:
