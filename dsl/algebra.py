@@ -63,6 +63,8 @@ def op(name: str, *args: Expr, loc: Loc | None = None) -> Expr:
             return a
         case ("where", (Const(True), a, _)) | ("where", (Const(False), _, a)):
             return a
+        case ("where", (_, a, b)) if a == b:
+            return a
     return Op(name, args, loc)
 
 

@@ -17,11 +17,13 @@ from .loops import Arg, Program
 
 DECODE = '''
 def decode_e4m3(byte):
-    """float8_e4m3fn by its bits, exact in float16, whichever float8 format the machine reads, if any."""
-    bits = T.cast(byte, "uint16")
-    half = T.reinterpret(((bits & T.uint16(128)) << T.uint16(8)) | ((bits & T.uint16(127)) << T.uint16(7)), "float16")
-    nan = T.reinterpret(T.uint16(0x7E00), "float16")
-    return T.if_then_else((bits & T.uint16(127)) == T.uint16(127), nan, half * T.float16(256))
+    """float8_e4m3fn by its bits, exact, whichever float8 format the machine reads. No number on the way is tiny."""
+    bits = T.cast(byte, "int32")
+    size = bits & 127
+    normal = T.reinterpret((size << 20) + (120 << 23), "float32")
+    value = T.if_then_else(size < 8, T.cast(size, "float32") * T.float32(2.0**-9), normal)
+    signed = T.if_then_else(bits < 128, value, -value)
+    return T.if_then_else(size == 127, T.reinterpret(T.int32(0x7FC00000), "float32"), signed)
 '''
 
 
@@ -60,7 +62,7 @@ def emit_tilelang(program: Program, gpu: Gpu, *, aligned: bool = True) -> TileLa
     """
     target = f"{gpu.kind}:{gpu.name}"
     workspaces = frozenset(w.name for w in program.workspaces)
-    printers = [KernelPrinter(k, workspaces, target, aligned) for k in program.kernels]
+    printers = [KernelPrinter(k, workspaces, gpu, aligned) for k in program.kernels]
     bodies = [line for p in printers for line in ("", "", *p.function())]
     decodes = any(a.dtype is f8e4m3 for k in program.kernels for a in k.args)
     head = [
@@ -76,7 +78,7 @@ def emit_tilelang(program: Program, gpu: Gpu, *, aligned: bool = True) -> TileLa
     )
     strided = [a for a in program.args if is_strided(a, workspaces)]
     strides = tuple(
-        (a.name, tuple(stride_name(a.name, n) for n in range(len(a.shape) - 1)), stride_unit(a) if aligned else 1)
+        (a.name, tuple(stride_name(a.name, n) for n in range(len(a.shape) - 1)), stride_unit(a, gpu) if aligned else 1)
         for a in strided
     )
     return TileLangSource(text, kernels, program.args, program.workspaces, strides)

@@ -16,6 +16,7 @@ from .emit_tilelang_best import best_lines
 from .emit_tilelang_values import ELEMENTS, Layout, Values, conjuncts
 from .errors import NotOnTarget
 from .expr import ALWAYS, Axes, Const, Elem, Expr, Iota, Op, Tile, Var, walk
+from .gpu import Gpu
 from .loops import Arg, Best, Fetch, For, If, Kernel, KeyLoop, Let, Search, Stmt, Store, Strip
 from .passes_gpu import POINTS, has_points, in_registers, is_load, on_matrix_units
 from .printer import show_stmt
@@ -37,22 +38,23 @@ def is_strided(a: Arg, workspaces: frozenset[str]) -> bool:
     return len(a.shape) > 1 and a.name not in workspaces
 
 
-def stride_unit(a: Arg) -> int:
+def stride_unit(a: Arg, gpu: Gpu) -> int:
     """What strides of a tensor are a multiple of, so that rows are loaded in vectors: elements, 16 bytes at most."""
     last = a.shape[-1]
-    return gcd(VECTOR_BYTES * 8 // a.dtype.bits, last) if isinstance(last, int) else 1
+    return gcd(min(gpu.lanes, VECTOR_BYTES * 8 // a.dtype.bits), last) if isinstance(last, int) else 1
 
 
 class KernelPrinter:
     """The text of one kernel. Raises NotOnTarget for a statement that has no form."""
 
-    def __init__(self, kernel: Kernel, workspaces: frozenset[str], target: str, aligned: bool) -> None:
-        self.kernel, self.target, self.aligned = kernel, target, aligned
+    def __init__(self, kernel: Kernel, workspaces: frozenset[str], gpu: Gpu, aligned: bool) -> None:
+        self.kernel, self.gpu, self.aligned = kernel, gpu, aligned
+        self.target = f"{gpu.kind}:{gpu.name}"
         self.workspaces = workspaces
         sizes = {a: n for t in kernel.tiles for a, n in t.axes}
         self.layout = Layout(sizes, kernel.points)
         self.values = Values(
-            self.layout, {t.name: t for t in kernel.tiles}, {a.name: a for a in kernel.args}, target, {}
+            self.layout, {t.name: t for t in kernel.tiles}, {a.name: a for a in kernel.args}, self.target, {}
         )
         self._variables: list[tuple[str, str]] = []  # name, dtype
         self._lines: list[str] = []
@@ -112,7 +114,7 @@ class KernelPrinter:
 
     def _assumptions(self) -> list[str]:
         """What a caller has looked at: without them every element is loaded alone."""
-        units = [(s, stride_unit(a)) for a in self.kernel.args for s in self._strides(a)]
+        units = [(s, stride_unit(a, self.gpu)) for a in self.kernel.args for s in self._strides(a)]
         return [f"            T.assume({s} % {n} == 0)" for s, n in units if n > 1 and self.aligned]
 
     def _tiles(self) -> None:

@@ -216,7 +216,7 @@ class Values:
     def _decoded(self, raw: str, own: DType, dtype: DType) -> str:
         if own is f8e4m3:
             value = f"{HELPERS[own.name]}({raw})"
-            return value if dtype is f16 else f'T.cast({value}, "{dtype.name}")'
+            return value if dtype is f32 else f'T.cast({value}, "{dtype.name}")'
         if own is boolean:
             return f"({raw} != 0)"
         if own.kind is Kind.INT:
