@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tilewright.dsl import errors, knobs
-from tilewright.dsl.lower import PASSES
+from tilewright.dsl.lower import GPU_PASSES, PASSES
 from tilewright.dsl.targets import TARGETS
 from tilewright.ops.masks import MASKS
 
@@ -32,7 +32,7 @@ def test_environment_table_is_the_knob_table() -> None:
 def test_pass_table_is_the_pass_list() -> None:
     """The passes are documented in the order they run."""
     documented = [r[0] for r in rows("ir.md", "## From tile program to loop nest") if "_" in r[0]]
-    assert documented == [f"`{p.__name__}`" for p in PASSES]
+    assert documented == [f"`{p.__name__}`" for p in (*PASSES, *GPU_PASSES)]
 
 
 def test_every_error_is_documented() -> None:

@@ -224,7 +224,7 @@ def test_every_class_has_a_golden_message() -> None:
 def test_errors_cross_processes(kind: type[TilewrightError], tmp_path: Path) -> None:
     """Each can be pickled, and says the same afterwards."""
     names = "message what problem got expected op argument field value target known name kernel access tensor"
-    more = "axis index extent after seq key path command compiler needed advice schedule"
+    more = "axis index extent after seq key path command compiler needed advice schedule arch taken most tiles"
     located = traced(f"{HEAD}    return s\n", tmp_path).loc
     for loc in (None, located):
         e = kind(loc=loc, **{n: f"<{n}>" for n in f"{names} {more}".split()})

@@ -66,7 +66,7 @@ def fitted(inputs: Inputs, bound: Bound, schedule: Schedule, gpu: Gpu) -> Schedu
             return schedule
         except IllegalSchedule as e:
             name = str(e.fields["field"])
-            value: object = getattr(defaults, name)
+            value: Any = getattr(defaults, name)
             if name in ("rows", "partitions"):
                 value = 1
             if name == "heads":
@@ -75,7 +75,8 @@ def fitted(inputs: Inputs, bound: Bound, schedule: Schedule, gpu: Gpu) -> Schedu
                 value = max(16, schedule.keys // 2)
             if getattr(schedule, name) == value:  # nothing left to change there
                 name, value = "rows", max(1, schedule.rows // 2)
-            schedule = replace(schedule, **{name: value})
+            changed: dict[str, Any] = {name: value}
+            schedule = replace(schedule, **changed)
     raise AssertionError(schedule)
 
 
