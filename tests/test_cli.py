@@ -140,7 +140,7 @@ def invoke(author: Path) -> Invoke:
 # ---- help and versions -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", ["", "demo", "run", "show"])
+@pytest.mark.parametrize("verb", ["", "demo", "emit", "run", "show", "verify"])
 def test_help(verb: str, invoke: Invoke, golden: Golden) -> None:
     """Every verb says what it does, with an example."""
     result = invoke(*([verb] if verb else []), "--help")
