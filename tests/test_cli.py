@@ -581,3 +581,32 @@ def test_statuses_of_the_process(author: Path) -> None:
         done = command(author, *args)
         assert done.returncode == status, done.stderr
         assert bool(done.stdout) == (status == 0) != bool(done.stderr)
+
+
+# ---- programs for GPUs -----------------------------------------------------------------------------------------------
+
+
+def test_emit_writes_a_program_in_all_its_forms(invoke: Invoke, tmp_path: Path) -> None:
+    """The nest, the TileLang program, a source for each kernel, and what the host does with them."""
+    made = tmp_path / "made"
+    result = invoke("emit", "flash_attention", "--target", "cuda:sm_80", "--dtype", "bfloat16", "-o", str(made))
+    assert result.exit_code == 0, result.output
+    ends = [".fold.cu", ".launch.json", ".loops.txt", ".tilelang.py"]
+    assert sorted(p.name for p in made.iterdir()) == [f"flash_attention{end}" for end in ends]
+    compile((made / "flash_attention.tilelang.py").read_text(), "program", "exec")
+    assert "__global__" in (made / "flash_attention.fold.cu").read_text()
+    assert json.loads((made / "flash_attention.launch.json").read_text())
+
+
+def test_verify_says_what_a_kernel_takes(invoke: Invoke) -> None:
+    result = invoke("verify", "flash_attention", "--target", "cuda:sm_80", "--dtype", "bfloat16")
+    assert result.exit_code == 0, result.output
+    assert "bytes of shared memory" in result.stdout
+
+
+@pytest.mark.parametrize("verb", ["emit", "verify"])
+def test_a_target_that_is_none(verb: str, invoke: Invoke, tmp_path: Path) -> None:
+    more = ["-o", str(tmp_path)] if verb == "emit" else []
+    result = invoke(verb, "flash_attention", "--target", "cuda:sm_75", *more)
+    assert result.exit_code == 2
+    assert "unknown target 'cuda:sm_75'" in result.output
