@@ -63,7 +63,7 @@ def op(name: str, *args: Expr, loc: Loc | None = None) -> Expr:
             return a
         case ("where", (Const(True), a, _)) | ("where", (Const(False), _, a)):
             return a
-        case ("where", (_, a, b)) if a == b:
+        case ("where", (c, a, b)) if a == b and set(c.axes) <= set(a.axes):  # or it would lose axes
             return a
     return Op(name, args, loc)
 
